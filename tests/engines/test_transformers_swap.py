@@ -27,17 +27,6 @@ def make(pages: int = 6, first_part_bytes: int = 32 << 20) -> tuple[torch.Tensor
         return blocks, Swap(PagedLayout([blocks]), pages, None, SwapOptions())
 
 
-def test_encoded_pages_bring_values_in_fewer_bytes():
-    blocks = (1 + torch.rand(20, 2048)).to(torch.bfloat16)  # of few exponents, so they fit
-    layout, options = PagedLayout([blocks]), SwapOptions(encoding="lossless")
-    swap = Swap(layout, 6, None, options)
-    assert swap.pool.page_bytes == options.page_bytes(layout) == 3104
-    before = blocks.clone()
-    stored = swap.store([[3, 1], [7]])
-    swap.load(stored, [[10, 11], [12]])
-    assert torch.equal(blocks[10:13], before[[3, 1, 7]])
-
-
 def test_a_load_of_a_damaged_page_fails():
     blocks = torch.randn(20, 2048)
     swap = Swap(PagedLayout([blocks]), 6, None, SwapOptions(verify="load"))

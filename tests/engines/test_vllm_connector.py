@@ -127,37 +127,6 @@ def test_hits_are_counted_as_vllm_does(tmp_path):
         assert sum(number for ours, _ in counts for number in ours.values()) == CHUNKS * BLOCK
 
 
-@pytest.mark.parametrize(("runner", "rank"), [("v1", 0), ("v2", 1)])
-@SCHEDULERS
-@pytest.mark.parametrize("how", [True, "rejected"])
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_one_ranks_failure_counts_for_all(tmp_path, runner, rank, is_async, how, policy):
-    old = {f"{n}": prompt(n, 97 + 16 * n) for n in range(2)}
-    new = again("new", old, prompt(9, 40))
-    transfer = {"kv_load_failure_policy": policy}
-    with serving(
-        tmp_path, runner=runner, is_async=is_async, transfer=transfer, workers=2
-    ) as engine:
-        engine.serve(old)
-        engine.forget_gpu()
-        faults = Faults(engine, only("load", how), rank)
-        engine.serve(new)
-        failed = [name for name in new if engine.ends[name] == "error"]
-        if policy == "recompute":
-            assert failed == []
-        else:
-            assert failed == (["new 1"] if how == "rejected" else ["new 0", "new 1"])
-        check(engine, {name: one for name, one in new.items() if name not in failed})
-        faults.chooses = only("store")
-        other = {"other": prompt(5, 100)}
-        engine.serve(other)
-        faults.chooses = never
-        engine.forget_gpu()
-        third = again("third", {**new, **other})
-        engine.serve(third)
-        check(engine, {**other, **third})
-
-
 @pytest.mark.parametrize(
     ("how", "said"),
     [

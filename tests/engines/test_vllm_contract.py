@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 SOURCES = Path(__file__).parents[2] / "torch_kvswap/integrations/vllm"
 PRIVATE = {
     OffloadingConnectorScheduler: ["jobs", "req_status"],
-    OffloadingConnectorWorker: ["connector_worker_meta", "load_jobs", "unsubmitted_store_jobs"],
+    OffloadingConnectorWorker: ["load_jobs", "unsubmitted_store_jobs"],
     CPUOffloadingWorker: ["store_handler"],
 }
 NAMES = [(owner, f"_{name}") for owner, names in PRIVATE.items() for name in names]

@@ -1,5 +1,5 @@
-"""In-step loads of KVSwapConnector where copies are late: a layer reads what is loaded only if the
-step has waited for it."""
+"""Steps of vLLM where copies are late: a layer reads what is loaded only if the step has waited for
+it, and a store what is computed next unless the step has waited for the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches
-from vllm_serving import RUNNERS, CUDAGraphMode, expected_tokens, serving
+from vllm_serving import (
+    RECOMPUTE,
+    RUNNERS,
+    SCHEDULERS,
+    CUDAGraphMode,
+    Faults,
+    check,
+    expected_tokens,
+    never,
+    prompt,
+    serving,
+)
 
 from torch_kvswap.integrations.vllm.options import SpecOptions
 
@@ -121,3 +132,30 @@ def test_joined_loads_land_layer_by_layer(
     ended = [(one.job_id, one.success, one.transfer_size) for one in worker.get_finished()]
     assert ended == [(number, True, size) for number, size in enumerate(sizes)]
     worker.shutdown()
+
+
+@RUNNERS
+@SCHEDULERS
+@pytest.mark.parametrize("steps", [1, 2], ids=["has not begun", "runs"])
+def test_no_store_reads_the_next_owners_zeros(tmp_path, runner, is_async, steps):
+    """vLLM's runner V2 writes to new blocks of a model with states before it calls the connector.
+    The next prompt takes the blocks of one that is aborted while its store runs, or before."""
+    first, other = prompt(1, 6 * 16 + 1), prompt(2, 9 * 16)
+    how = {"blocks": 14, "transfer": RECOMPUTE, "states": True}
+    with serving(tmp_path, runner=runner, is_async=is_async, **how) as engine:
+        poll = engine.worker._handler.poll
+        engine.worker._handler.poll = list  # waits for nothing, as on a GPU
+        engine.add("old", first)
+        for _ in range(steps):
+            engine.step()
+        engine.abort("old")
+        engine.add("next", other, 1)
+        while "next" not in engine.ends:
+            engine.step()
+        engine.worker._handler.poll = poll
+        engine.run()
+        engine.forget_gpu()
+        seen = Faults(engine, never).seen
+        engine.serve({"again": first, "next again": other})
+        check(engine, {"again": first, "next again": other})
+        assert seen["load"] > 0

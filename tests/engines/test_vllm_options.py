@@ -10,6 +10,7 @@ import pytest
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
 
 TIERS = {"secondary_tiers": [{"type": "fs"}]}
+SERVER = {"host_server": "unix:/s", "cpu_bytes_to_use": None}
 
 
 def test_our_options_are_read_and_vllms_left():
@@ -62,9 +63,12 @@ def test_a_size_may_be_a_fraction_of_bytes():
         ({"sync_load_budget_bytes": 9}, "KVSwapConnector chooses it itself; leave it out"),
         ({"canonical_layout": True}, "it is for vLLM's manager of secondary_tiers, and there are"),
         (
-            TIERS | {"host_server": "unix:/s", "cpu_bytes_to_use": None},
+            TIERS | SERVER,
             "vLLM's secondary_tiers do not have it; leave it out",
         ),
+        (SERVER | {"host_server": "/s"}, "host_server is '/s'; it must be \"unix:PATH\""),
+        ({"host_server": "unix:/s"}, "cpu_bytes_to_use is 1; the server at unix:/s has the host"),
+        (SERVER | {"eviction_policy": "arc"}, "eviction_policy is 'arc'; the server at unix:/s"),
         (TIERS | {"encoding": "lossless"}, "vLLM's secondary_tiers do not have it; leave it out"),
         (TIERS | {"verify": "load"}, "vLLM's secondary_tiers do not have it; leave it out"),
         (TIERS | {"pin_in_background": True}, "vLLM's secondary_tiers do not have it; leave it"),

@@ -6,7 +6,7 @@ import contextlib
 import random
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -32,12 +32,10 @@ from vllm_serving import (
     CHUNKS,
     PROMPTS,
     SCHEDULERS,
-    Faults,
     Serving,
     again,
     check,
     expected_tokens,
-    only,
     prompt,
     serving,
 )
@@ -153,20 +151,6 @@ def two_of_two(folder: Path) -> Iterator[tuple[Any, Serving, Serving]]:
         yield server, a, b
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_has_not_stored_nobody_finds(folder, rank):
-    with two_of_two(folder) as (server, a, b):
-        faults = Faults(a, only("store"), rank)
-        a.serve(PROMPTS)
-        check(a, PROMPTS)
-        assert faults.count["store"] > 0
-        assert in_time(lambda: nothing_is_held(server))
-        b.serve(PROMPTS)
-        check(b, PROMPTS)
-        assert loaded(b) == 0
-        assert in_time(lambda: stats(server).stored == CHUNKS)
-
-
 def test_a_rank_without_connection_stores_its_part(folder):
     with two_of_two(folder) as (server, a, b):
         sessions = server._sessions.values()
@@ -179,35 +163,6 @@ def test_a_rank_without_connection_stores_its_part(folder):
         assert b.agree
         assert loaded(b) == CHUNKS
         assert in_time(lambda: one not in [*server._sessions.values()])
-
-
-def serve_late(engine: Serving) -> Callable[[], None]:
-    """Serves, but the last rank begins its stores when what is returned is called."""
-    late, worker = list[Any](), engine.workers[-1]
-    submit = worker.submit_store
-    worker.submit_store = lambda *job: late.append(job) or True
-    for name, one in PROMPTS.items():
-        engine.add(name, one)
-    stored = engine.worker._handler.metrics
-    assert in_time(lambda: engine.step() or stored().stores.blocks == CHUNKS)
-
-    def begin() -> None:
-        for job in late:
-            submit(*job)
-
-    return begin
-
-
-def test_a_chunk_is_found_once_all_ranks_stored(folder):
-    with two_of_two(folder) as (server, a, b):
-        begin = serve_late(a)
-        b.serve(PROMPTS)
-        check(b, PROMPTS)
-        assert loaded(b) == 0
-        begin()
-        a.run()
-        check(a, PROMPTS)
-        assert in_time(lambda: nothing_is_held(server))
 
 
 def serve_until(engine: Serving, prompts: dict[str, list[int]], moment: str) -> Any:
@@ -393,27 +348,6 @@ def test_chunks_that_others_have_evicted_are_stored_again(folder, path):
         b.serve(again("other", one))
         check(b, again("other", one))
         assert loaded(b) > 0
-
-
-def test_a_damaged_page_is_forgotten_for_all(folder, path):
-    how = {"extra": {"verify": "load"}}
-    with (
-        page_server(path, 128) as server,
-        engine(folder, "a", **how) as a,
-        engine(folder, "b", **how) as b,
-    ):
-        a.serve(PROMPTS)
-        assert in_time(lambda: stats(server).stored == CHUNKS)
-        b.worker._pool.pages[:, 0, 1000] ^= 4
-        b.serve(PROMPTS)
-        check(b, PROMPTS)
-        assert b.worker._handler.metrics().loads.corrupted_blocks == CHUNKS
-        for turn in range(2):
-            a.forget_gpu()
-            a.serve(again(turn))
-            check(a, again(turn))
-        assert a.worker._handler.metrics().loads.corrupted_blocks == 0
-        assert loaded(a) >= CHUNKS
 
 
 @pytest.mark.parametrize("below_policy", ["all", "reused"])
@@ -609,52 +543,12 @@ def test_pages_below_are_those_of_equal_engines(folder, path, seed, ranks, found
         a.shutdown()
 
 
-def refused(**how: Any) -> str:
-    with pytest.raises(ValueError, match="kv_connector_extra_config") as error:
-        KVSwapOffloadingSpec(config(**{"host_server": "unix:/s", **how}))
-    return str(error.value)
-
-
 def test_what_engines_cannot_share_is_refused(folder):
     for name in ("pp_size", "pcp_size", "dcp_size"):
         settings = config(2, host_server="unix:/s")
         settings = replace(settings, parallel=replace(settings.parallel, **{name: 2}))
         with pytest.raises(ValueError, match="which must be 1 there; set cpu_bytes_to_use"):
             KVSwapOffloadingSpec(settings)
-    assert refused(cpu_bytes_to_use=10) == (
-        "kv_connector_extra_config: cpu_bytes_to_use is 10; the server at unix:/s has the host "
-        "memory and its index; leave it out"
-    )
-    assert "eviction_policy is 'arc'" in refused(eviction_policy="arc")
-    assert "host_server is '/s'; it must be \"unix:PATH\"" in refused(host_server="/s")
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (
-            {"block_bytes": 2000},
-            "pages[0].bytes_of.groups[0][0]: a to b, tensor 0: int8 [blocks, 2000] here, "
-            "a to b, tensor 0: int8 [blocks, 1000]",
-        ),
-        ({"verify": "load"}, "pages[0].verify: load here, off"),
-        ({"chunk": 2}, "pages[0].blocks_per_page: 2 here, 1"),
-        ({"world": 2}, "pages[0].slot_bytes: 2016 here, 1000"),
-        ({"seed": "1"}, "pages[0].bytes_of.PYTHONHASHSEED: 1 here, 0"),
-    ],
-)
-def test_a_server_refuses_an_engine_with_other_pages(folder, path, how, said, monkeypatch):
-    def cache(nbytes: int) -> Any:
-        return caches([[(0, nbytes)]], [nbytes], "cpu")
-
-    with page_server(path, 64):
-        first = ServedRanks("a", path, cache(1000), block_bytes=1000)
-        monkeypatch.setenv("PYTHONHASHSEED", how.pop("seed", "0"))
-        of_ranks = [cache(how.setdefault("block_bytes", 1000))] * how.pop("world", 1)
-        with pytest.raises(ValueError, match="the server has other pages: ") as error:
-            ServedRanks("b", path, *of_ranks, **how)
-        assert f": {said} at {path}; " in str(error.value)
-        first.shutdown()
 
 
 def test_a_server_compares_all_groups_of_layers(folder, path):

@@ -174,7 +174,6 @@ class WorkerPart(OffloadingConnectorWorker):
         if not in_step.isdisjoint(failure.number for failure in failures):
             self._fail_stores(self._metadata)
             self._drops_next_stores = self._is_ahead
-        self._stores -= self._connector_worker_meta.completed_jobs.keys()
         if self._writes_first and self._ours:
             self._ours.hold_stream()
         elif self._writes_first:
@@ -190,17 +189,20 @@ class WorkerPart(OffloadingConnectorWorker):
         for number in dropped:
             pages = set(map(int, jobs[number].block_ids))
             self._failures.append(Failure(number, "store", "dropped", set(), pages))
-            self._connector_worker_meta.mark_completed(number)
             metadata.store_jobs.pop(number, None)
         self._unsubmitted_store_jobs[:] = [
             one for one in self._unsubmitted_store_jobs if one[0] not in dropped
         ]
 
     def build_connector_worker_meta(self) -> KVSwapWorkerMetadata | None:
-        """As vLLM's, with the failures of the jobs that it reports."""
-        meta = super().build_connector_worker_meta()
-        if meta is None:
+        """As vLLM's, with the stores that were dropped, and the failures of the jobs."""
+        meta = super().build_connector_worker_meta() or OffloadingWorkerMetadata()
+        for failure in self._failures:
+            if failure.reason == "dropped":
+                meta.mark_completed(failure.number)
+        if not meta.completed_jobs:
             return None
+        self._stores -= meta.completed_jobs.keys()
         failures, self._failures = self._failures, []
         return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failures)
 
