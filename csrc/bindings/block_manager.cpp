@@ -128,7 +128,7 @@ struct PyEndedPages {
         rejected.append(group);
         rejected.append(page);
       }
-      to.append(nb::make_tuple(ended->id, ended->has_succeeded, ended->is_corrupted, rejected));
+      to.append(nb::make_tuple(ended->id, static_cast<int>(ended->outcome), rejected));
     }
   }
 };
@@ -363,7 +363,7 @@ class PyBlockManager {
     if (pages == nullptr || to.id == 0) return;
     pages->id = to.id;
     pages->num_pages = count;
-    pages->has_succeeded = is_load;  // until it is submitted: the pages of a load are still valid
+    if (is_load) pages->outcome = prefix::Outcome::kDone;  // until it is submitted: they are valid
     to.pages_of_job = std::move(pages);
   }
 
@@ -444,7 +444,7 @@ Attributes:
             auto pages = std::make_unique<prefix::ReservedPages>();
             pages->manager = ended.pages;
             pages->id = id;
-            pages->has_succeeded = is_load;
+            if (is_load) pages->outcome = prefix::Outcome::kDone;
             new (self) Reservation(id, id == 0 ? nullptr : std::move(pages));
           },
           "id"_a, "ended"_a, "is_load"_a)
@@ -465,18 +465,18 @@ Attributes:
       .def_prop_ro("is_held", &Reservation::is_held, "Whether let_go() would end it.")
       .def("let_go", &Reservation::let_go,
            "Ends it, unless a job has. Returns whether it was held.")
-      // rejected: group and page of each rejected page in turn.
+      // outcome: see protocol.py. rejected: group and page of each rejected page in turn.
       .def(
           "_end",
-          [](Reservation& self, bool has_succeeded, bool is_corrupted, nb::handle rejected) {
+          [](Reservation& self, int outcome, nb::handle rejected) {
             std::vector<int64_t> numbers;
             read_ids("rejected", rejected, numbers);
             std::vector<std::pair<uint32_t, int64_t>> pages;
             for (size_t i = 0; i + 1 < numbers.size(); i += 2)
               pages.emplace_back(static_cast<uint32_t>(numbers[i]), numbers[i + 1]);
-            self.end(has_succeeded, is_corrupted, std::move(pages));
+            self.end(static_cast<prefix::Outcome>(outcome), std::move(pages));
           },
-          "has_succeeded"_a, "is_corrupted"_a, "rejected"_a);
+          "outcome"_a, "rejected"_a);
 
   nb::class_<PyBlockManager>(module, "BlockManager")
       .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int>(), "groups"_a,

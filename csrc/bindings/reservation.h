@@ -45,12 +45,10 @@ struct Reservation {
 
   // Ends it, if it is held, as a job of another process has ended. rejected: group and page of each
   // rejected page.
-  void end(bool has_succeeded, bool is_corrupted,
-           std::vector<std::pair<uint32_t, int64_t>> rejected) noexcept {
+  void end(prefix::Outcome outcome, std::vector<std::pair<uint32_t, int64_t>> rejected) noexcept {
     if (!is_held()) return;
     std::sort(rejected.begin(), rejected.end());
-    pages_of_job->has_succeeded = has_succeeded;
-    pages_of_job->is_corrupted = is_corrupted;
+    pages_of_job->outcome = outcome;
     pages_of_job->rejected = std::move(rejected);
     let_go();
   }

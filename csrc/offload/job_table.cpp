@@ -308,8 +308,12 @@ JobRef JobTable::report_first() noexcept {
   if (job->pages != nullptr) {
     // A cancelled load has written nothing that anybody reads; its pages are as they were.
     const bool was_cancelled = job->state == State::kCancelled && job->channel != kStores;
-    job->pages->has_succeeded = job->has_succeeded() || was_cancelled || job->was_rejected();
-    job->pages->is_corrupted = job->error.kind() == Reason::Kind::kCorrupted;
+    if (job->error.kind() == Reason::Kind::kCorrupted) {
+      job->pages->outcome = prefix::Outcome::kDamaged;
+    } else {
+      const bool is_done = job->has_succeeded() || was_cancelled || job->was_rejected();
+      job->pages->outcome = is_done ? prefix::Outcome::kDone : prefix::Outcome::kFailed;
+    }
     const auto manager = job->pages->manager;
     manager->push(std::move(job->pages));
   }

@@ -56,9 +56,9 @@ void BlockManager::end_reported() {
     const auto found = reservations_.find(first.id);
     if (found != reservations_.end()) {  // else somebody else has ended it
       const auto& rejected = first.rejected;
-      const size_t num_corrupted = first.is_corrupted ? rejected.size() : 0;
+      const size_t num_corrupted = first.outcome == Outcome::kDamaged ? rejected.size() : 0;
       // If there is no memory, a later call begins here.
-      end(found, first.has_succeeded, num_corrupted, [&](const Pin& pin) {
+      end(found, first.outcome != Outcome::kFailed, num_corrupted, [&](const Pin& pin) {
         const std::pair<uint32_t, int64_t> page{pin.group, pin.page};
         return std::binary_search(rejected.begin(), rejected.end(), page);
       });

@@ -12,15 +12,17 @@ namespace kvswap::prefix {
 
 class EndedPages;
 
+// How a copy has ended. kFailed: nobody finds its blocks any more. kDone: the same holds for
+// rejected ones only. kDamaged: and these have other bytes than were stored.
+enum class Outcome { kFailed = 0, kDone = 1, kDamaged = 2 };
+
 // The pages that a job copies, from their reservation until the job was reported. The job owns it.
 struct ReservedPages {
   std::shared_ptr<EndedPages> manager;  // where the manager that has reserved them finds its own
   int64_t id = 0;                       // of the reservation
   size_t num_pages = 0;
 
-  // How the copy has ended. If blocks were rejected, it has succeeded for all pages but theirs.
-  bool has_succeeded = false;
-  bool is_corrupted = false;                           // some of the rejected blocks are
+  Outcome outcome = Outcome::kFailed;
   std::vector<std::pair<uint32_t, int64_t>> rejected;  // group and page, ascending
   ReservedPages* next = nullptr;                       // in a list
 };

@@ -55,7 +55,6 @@ from torch_kvswap.prefix.protocol import (
     VERSION,
     Ask,
     Op,
-    Outcome,
     Status,
     next_message,
     pack,
@@ -132,8 +131,8 @@ class Session(NotCopyable):
         # are the others.
         self._open: dict[int, bool] = {}
         self._ended = native.EndedPages()
-        # Taken from there: the number of a reservation, and how Reservation._end() has ended it.
-        self._reported: list[tuple[int, bool, bool, list[int]]] = []
+        # Taken from there: what _end() takes.
+        self._reported: list[tuple[int, int, list[int]]] = []
         # _changed is notified when the thread may have something to do.
         self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
         self._changed = threading.Condition(self._lock)
@@ -384,13 +383,11 @@ class Session(NotCopyable):
         with self._lock:
             self._ended.take(self._reported)
             while self._reported:
-                number, has_succeeded, is_corrupted, rejected = self._reported[0]
-                outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
-                self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)
+                self._end(*self._reported[0])
                 self._reported.pop(0)
 
-    def _end(self, number: int, outcome: Outcome, rejected: Sequence[int]) -> None:
-        """A reservation has ended. The caller holds the lock."""
+    def _end(self, number: int, outcome: int, rejected: Sequence[int]) -> None:
+        """A reservation has ended: see Op.END. The caller holds the lock."""
         if number not in self._open:  # it has reserved nothing, or with another server
             return
         try:
@@ -556,7 +553,7 @@ class RemoteManager(Session):
         lease = self._reserve(is_load=True, is_lease=True) if is_leased else None
         with self._lock:
             numbers = made.id, 0 if lease is None else lease.id
-            answer = self._ask(pack_keys(Op.BORROW, numbers, keys))
+            answer = self._ask(pack_keys(Op.RESERVE, numbers, keys))
             if self._connection is None:
                 self._dropped += 1
             if not answer:

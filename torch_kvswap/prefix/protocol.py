@@ -11,9 +11,9 @@ the memory; the scheduler says MEET, which is answered when all workers are read
 pages. After a server was lost the workers say MEET too, before they free the old memory: the
 scheduler comes when no job uses it any more.
 
-An engine holds pages that it reads, under a number that it chooses, until END. It borrows pages
-that it writes. If it has said for which keys, they are found after END; if not, it gives the pages
-back, those that have their blocks with the keys.
+An engine holds pages that it reads, under a number that it chooses, until END. It reserves pages
+for the keys that it stores, which are found after END; or it borrows pages before it knows the
+keys, and gives them back, with the keys of those that have their blocks.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ class Op(IntEnum):
     # Ask, number, keys of one list or of several: what is held of them has this number and those
     # that follow. The answer: see Ask.
     ASK = 3
-    # With keys: number, lease, keys. Lends a page for each key that has none. These are pending
-    # until END says with this number how their store has ended. A lease that is not 0 is the number
-    # under which the pages of all keys are held, too. The answer: how many pages are lent, and for
-    # each key its page, or ABSENT if none is lent; nothing if there is not enough room; or it is
+    # Number, lease, keys. Lends a page for each key that has none. These are pending until END says
+    # with this number how their store has ended. A lease that is not 0 is the number under which
+    # the pages of all keys are held, too. The answer: how many pages are lent, and for each key its
+    # page, or KeyState.ABSENT if none is lent; nothing if there is not enough room; or it is
     # refused.
-    # Without: 0, and how many pages of the first group at most. The answer: the pages.
-    BORROW = 4
-    STATS = 5  # group. The answer: BlockStats
-    RESET = 6  # the answer: no number
+    RESERVE = 4
+    BORROW = 5  # how many pages of the first group at most. The answer: the pages
+    STATS = 6  # group. The answer: BlockStats
+    RESET = 7  # the answer: no number
     # These get no answer.
     # number, Outcome, group and page of each rejected page: what has this number has ended
-    END = 7
+    END = 8
     # `resets` when the store began, borrowed pages; the key of each if they have their blocks.
-    GIVE_BACK = 8
-    TOUCH = 9  # keys
-    ORDER = 10  # whether it is renewed, keys
-    READY = 11  # the memory is pinned
+    GIVE_BACK = 9
+    TOUCH = 10  # keys
+    ORDER = 11  # whether it is renewed, keys
+    READY = 12  # the memory is pinned
     # No job is in flight. On a new connection: a session of this process, and the generation of its
     # server.
-    LEAVE = 12
+    LEAVE = 13
 
 
 class Ask(IntEnum):

@@ -16,7 +16,7 @@ from itertools import islice
 from torch_kvswap.prefix.client import RemoteReservation, Session
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BlockStats
-from torch_kvswap.prefix.protocol import Ask, Op, pack, pack_keys
+from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
 
 _MIN_BORROWED_PAGES = 64  # of an engine with requests, even if its recent steps took fewer
 
@@ -147,7 +147,7 @@ class SchedulerSession(Session):
         """Nothing reads these pages any more. Nobody finds the blocks on failed ones any more."""
         rejected = [number for page in failed for number in (0, page)]  # of the only group
         for one in held:
-            one._end(True, False, rejected)
+            one._end(Outcome.DONE, rejected)
         self.end_reported()
 
     def begin_store(self, count: int) -> list[int] | None:
@@ -198,7 +198,7 @@ class SchedulerSession(Session):
         is_asking = missing >= wanted // 4 or len(self._free) < self._demand
         if is_asking and self.is_joined and not self._is_borrowing and not is_idle:
             self._is_borrowing = True
-            self._send(pack(Op.BORROW, [0, missing]), partial(self._borrowed, missing))
+            self._send(pack(Op.BORROW, [missing]), partial(self._borrowed, missing))
 
     def _borrowed(self, asked: int, answer: array[int]) -> None:
         self._free += answer

@@ -687,28 +687,26 @@ class PageServer:
         session.held[number] = held
 
     def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
-        number, outcome, *rejected = numbers.tolist()
+        number, how, *rejected = numbers.tolist()
+        outcome = Outcome(how)
         if len(rejected) % 2:
             raise ProtocolError("it rejects a page without its group")
         held = session.held.pop(number, None)  # it may have held nothing
         if held is not None:
-            held._end(outcome != Outcome.FAILED, outcome == Outcome.DAMAGED, rejected)
+            held._end(outcome, rejected)
         self._some_ended = True
 
-    def _on_borrow(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        number, most, *counts = numbers.tolist()
-        if counts:
-            return self._borrow_for(session, number, most, self._keys(counts, data))
+    def _on_borrow(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        (most,) = numbers
         lent_to = sum(bool(one.lent) for one in self._sessions.values() if one is not session)
         share = max(int(self._pages.pools[0].num_pages * _MAX_LENT_SHARE / (lent_to + 1)), 1)
         pages = self._manager._lend(max(min(most, share - len(session.lent)), 0)).tolist()
         session.lent.update(pages)
         self._answer(session, pages)
 
-    def _borrow_for(
-        self, session: _Session, number: int, lease: int, of_groups: list[bytes]
-    ) -> None:
-        """Lends a page for each of these keys that has none, or for none of them."""
+    def _on_reserve(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        number, lease, *counts = numbers.tolist()
+        of_groups = self._keys(counts, data)
         call = self._manager._preempt if lease else self._manager._prepare_store
         try:
             store = call(of_groups)

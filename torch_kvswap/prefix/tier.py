@@ -27,6 +27,7 @@ from torch_kvswap.below.threads import StorePausedError, StoreThreads
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
 from torch_kvswap.prefix.manager import BlockManager, Lookup, needed_blocks
+from torch_kvswap.prefix.protocol import Outcome
 
 # Seconds, read at each use so that tests can set them.
 ABSENT = 1.0  # seconds before the store is asked again for a missing key
@@ -311,7 +312,7 @@ class Tier:
                 for group, pages in enumerate(ask.reservation.pages)
             ]
         )
-        ask.reservation._end(True, False, ask.rejected)
+        ask.reservation._end(Outcome.DONE, ask.rejected)
 
     def _give_up(self, ask: _Ask) -> None:
         """Tells lookups that nothing is there. What comes later is not entered."""
@@ -567,7 +568,7 @@ class Tier:
             self._writing[group] -= len(pages)
             self._written += len(pages) - len(failed)
             self._failed += len(failed)
-        held._end(True, False, [x for at in failed for x in (group, int(pages[at]))])
+        held._end(Outcome.DONE, [x for at in failed for x in (group, int(pages[at]))])
         if failed:  # not |=, which would undo what another thread sets meanwhile
             self._must_retry = True
 

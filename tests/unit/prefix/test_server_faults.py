@@ -60,7 +60,7 @@ DYING = {
     "inside a message": "engine.prefixes.manager._connection.sendall(b'1234567')",
     "with an answer unread": """
 from torch_kvswap.prefix.protocol import Op, pack_keys
-engine.prefixes.manager._connection.sendall(pack_keys(Op.BORROW, [99, 0], [key_of("z")]))
+engine.prefixes.manager._connection.sendall(pack_keys(Op.RESERVE, [99, 0], [key_of("z")]))
 """,
     "after it has lost the connection": "engine.prefixes.manager._connection.close()",
 }
@@ -390,13 +390,14 @@ NONSENSE = {
     "no request": pack(0),
     "a second hello": pack(Op.HELLO, data=b"{}"),
     "keys without a number": pack(Op.TOUCH, (), b"1"),
-    "more keys than there are": pack(Op.BORROW, [1, 0, 1 << 40]),
+    "more keys than there are": pack(Op.RESERVE, [1, 0, 1 << 40]),
     "a negative number of keys": pack(Op.TOUCH, [-1]),
     "half a key": pack(Op.ASK, [Ask.HOLD, 1, 1], b"1234"),
     "no keys": pack(Op.ASK, [Ask.HOLD, 1]),
-    "keys of two groups": pack_keys(Op.BORROW, [1, 0], [KEYS[0], KEYS[1]]),
+    "keys of two groups": pack_keys(Op.RESERVE, [1, 0], [KEYS[0], KEYS[1]]),
     "an unknown question": pack_keys(Op.ASK, [7, 1], [KEYS[0]]),
     "no reservation": pack(Op.END),
+    "an unknown outcome": pack(Op.END, [1, 7]),
     "a rejected page without its group": pack(Op.END, [99, Outcome.DONE, 0]),
     "a group that is not there": pack(Op.STATS, [7]),
     "a page that was not borrowed": pack(Op.GIVE_BACK, [0, 3], KEYS[0]),
