@@ -26,8 +26,11 @@ from torch_kvswap.integrations.vllm import vllm_logging
     [(1, 1, 5999, 5), (4, 1, 8000, 2), (2, 3, 18000, 3), (1, 1, 5500.0, 5), (2, 4, 8000, 1)],
 )
 def test_bytes_of_all_workers_give_pages(world, chunk, nbytes, pages):
-    spec = KVSwapOffloadingSpec(config(world, chunk, cpu_bytes_to_use=nbytes))
-    assert spec.num_pages == pages
+    """What all workers have is kept once."""
+    for replicated, copies in ((False, 1), (True, world)):
+        settings = config(world, chunk, replicated=replicated, cpu_bytes_to_use=nbytes // copies)
+        spec = KVSwapOffloadingSpec(settings)
+        assert (spec.num_pages, spec.replicated_layout) == (pages, replicated)
 
 
 def config_of_stage(stage: int, layers: int, nbytes: int) -> Any:
@@ -57,18 +60,6 @@ def test_pipeline_stages_have_the_schedulers_pages(monkeypatch, layers, nbytes, 
 def test_a_worker_without_layers_says_so():
     with pytest.raises(ValueError, match="no layer of this worker has a KV cache to offload"):
         KVSwapOffloadingSpec(config(cpu_bytes_to_use=5000)).get_worker(caches([[]], [64], "cpu"))
-
-
-MLA_BYTES = 61 * 64 * 576 * 2  # a block of 64 tokens in 61 layers
-
-
-@pytest.mark.parametrize(("replicated", "pages"), [(True, 15279), (False, 1909)])
-def test_what_all_workers_have_is_kept_once(replicated, pages):
-    """As many chunks as vLLM's own spec has, which takes a whole page of memory for each."""
-    settings = config(8, 1, MLA_BYTES, replicated=replicated, cpu_bytes_to_use=64 << 30)
-    spec = KVSwapOffloadingSpec(settings)
-    assert (spec.num_pages, spec.replicated_layout) == (pages, replicated)
-    assert (64 << 30) // (-(-MLA_BYTES // 4096) * 4096 * (1 if replicated else 8)) == pages
 
 
 def test_equal_caches_load_what_rank_0_stored(monkeypatch):
