@@ -502,12 +502,19 @@ def test_one_hardware_queue_exchanges_nothing(driver: Driver) -> None:
         assert group.exchanged == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("lack", "says"),
+    [("peer access", "cuIpcOpenMemHandle of rank"), ("memory operations", "cannot wait for words")],
+)
 @needs_kernels
 @simulated
-def test_gpus_without_peer_access_do_not_exchange(driver: Driver) -> None:
-    driver.refuse_peer_access(0, 1)
+def test_gpus_that_cannot_exchange_use_their_links(driver: Driver, lack: str, says: str) -> None:
+    if lack == "peer access":
+        driver.refuse_peer_access(0, 1)
+    else:
+        driver.set_attribute(122, 0)
     with logged() as messages, Ranks(driver) as group:
-        assert any("cuIpcOpenMemHandle of rank" in message for message in messages)
+        assert any(says in message for message in messages)
         group.finish(*group.load_all(LARGE, LARGE))
         assert group.exchanged == [0, 0]
         assert group.is_right()

@@ -127,19 +127,6 @@ def test_a_too_large_job_runs_by_itself(driver: Driver, kind: str) -> None:
 # What is joined into one copy
 
 
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
-def test_small_jobs_are_joined_into_one_copy(driver: Driver, kind: str) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, early = queue_up(sim, kind)
-        for i in range(1, 10):  # the one that is queued in front of them has block and page 0
-            sim.submit(kind, [i], [i])
-        sim.release(hold)
-        assert set(states(sim.finish())) == {"done"}
-        assert sim.is_right()
-        assert sim.metrics(kind).transfers == len(early)
-
-
 @pytest.mark.parametrize("option", [{"layer_groups": 2}, {"copy_method": "copy_engines"}])
 @simulated
 def test_layer_groups_and_unkernelled_jobs_are_not_joined(
@@ -152,6 +139,18 @@ def test_layer_groups_and_unkernelled_jobs_are_not_joined(
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert sim.metrics("load").transfers == len(early) - 1 + 3
+
+
+@simulated
+def test_jobs_that_write_one_page_are_not_joined(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        hold, early = queue_up(sim, "store")
+        for block in (1, 2):
+            sim.store(block, 5)
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+        assert sim.metrics("store").transfers == len(early) + 1
+        assert sim.is_right()
 
 
 @simulated

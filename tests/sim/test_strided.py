@@ -91,17 +91,6 @@ def test_close_layers_without_foreign_mappings_are_one_copy(
     assert f"strided copy of {rows} x 48 bytes" in log
 
 
-@simulated
-def test_layers_of_two_allocations_are_two_copies(driver: Driver) -> None:
-    whole = torch.randint(256, (4, BLOCKS, 48), dtype=torch.uint8)
-    driver.adopt(whole[:2].view(-1), DEVICE)
-    driver.adopt(whole[2:].view(-1), DEVICE)
-    layout = PagedLayout([torch.from_numpy(layer.numpy()) for layer in whole])
-    layout.device = torch.device("cuda", 0)
-    log = moved(driver, layout, "strided")
-    assert log.count("strided copy of 2 x 48 bytes") == 8
-
-
 @pytest.mark.parametrize("storages", [1, 2])
 @simulated
 def test_no_copy_crosses_memory_of_others(driver: Driver, storages: int) -> None:
