@@ -109,25 +109,6 @@ def test_a_job_ends_with_its_relayed_part(driver: Driver, kind: str, link: str) 
 
 
 @KINDS
-@pytest.mark.parametrize("slow", [0, 1], ids=["own link", "relay"])
-@needs_kernels
-@simulated
-def test_a_piece_waits_for_pieces_of_both_links(driver: Driver, kind: str, slow: int) -> None:
-    """The first piece of a store is smaller than the others: so one that comes to its place when the
-    ring is full takes that of the next one, too. No blocks are copied unstaged, because the layers
-    have many distances."""
-    options = {"layers": (0, 1, 3, 7, 15), "fragment": 64 * KIB, "staging_bytes": 16 * MIB}
-    with RelayedCache(driver, **options) as cache:
-        driver.set_link(slow, slowness=0)
-        job = cache.submit(kind, LARGE, LARGE)
-        in_time(lambda: cache.metrics(kind).transfers == 1)  # the worker has submitted all of it
-        driver.run()
-        driver.set_link(slow, slowness=1)
-        cache.finish(job)
-        assert cache.is_right()
-
-
-@KINDS
 @pytest.mark.parametrize(
     "call",
     ["cuMemcpyPeerAsync", "cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"],

@@ -194,46 +194,6 @@ def test_no_piece_waits_for_the_one_before_it(driver: Driver, kind: str) -> None
 
 @needs_kernels
 @simulated
-def test_a_piece_waits_for_all_in_its_place(
-    driver: Driver,
-) -> None:
-    tensors = (0, 1, 3, 7, 12)  # no edge is copied where the blocks lie in so many runs
-    small, large = numbers(13, 120, 6560), numbers(13, 8, 153600)  # 32,800 and 768,000 bytes
-    layouts = [on_device(driver, whole, [whole[i] for i in tensors]) for whole in (small, large)]
-    pools = [HostPool(layout, layout.num_blocks) for layout in layouts]
-    for pool in pools:
-        pool.pages.random_(256)
-    half = 8008 * 256  # of the buffer for loads
-    with OffloadHandler(layouts, pools, copy_method="staged", staging_bytes=4 * half) as handler:
-        driver.set_mode("manual")
-        base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
-        driver.log()
-        # First half: three small pieces; a large one does not fit into the place of the third.
-        # Second half: two large pieces. Then the first half gets two small pieces, and the second
-        # half a large one. The third piece is now the oldest that is not known to be over.
-        first = [0, 0]
-        for group, count in ((0, 30), (0, 16), (0, 8), (1, 1), (1, 1), (0, 30), (0, 16), (1, 1)):
-            ids: list[list[int]] = [[], []]
-            ids[group] = list(range(first[group], first[group] + count))
-            handler.load(page_ids=ids, gpu_block_ids=ids, after=())
-            first[group] += count
-        log = steps(driver)
-        while driver.run(base + 103):  # the copies are as early as they may be
-            pass
-        driver.run()
-        drain(handler)
-        for layout, pool, count in zip(layouts, pools, first, strict=True):
-            slots = pool.pages[:, 0].view(layout.num_blocks, len(tensors), -1)
-            for number, tensor in enumerate(layout.tensors):
-                assert torch.equal(tensor[:count], slots[:count, number])
-        driver.set_mode("immediate")
-    drained = re.findall(r"unpack .*\nrecord event (\d+) on kernels", log)
-    assert len(drained) == 8  # each is one piece
-    assert re.findall(r"wait for event (\d+) on copies", log) == drained[:4]
-
-
-@needs_kernels
-@simulated
 def test_a_store_is_packed_during_another_copy(driver: Driver) -> None:
     whole = numbers(2, 12, 4096)
     layout = on_device(driver, whole)
