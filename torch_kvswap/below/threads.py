@@ -33,7 +33,8 @@ class StoreThreads:
     After a call that has failed, or has not returned within DEADLINE, there is a pause, which grows
     with each failure. A thread in such a call hangs until it returns, and no other takes its place.
 
-    They are daemon threads: a call that hangs does not keep the interpreter from exiting.
+    They are daemon threads: a call that hangs does not keep the interpreter from exiting. start()
+    starts them, so that whoever is to close this object has it before there is a thread.
 
     Args:
         what (str): the direction and the store, for messages.
@@ -51,12 +52,12 @@ class StoreThreads:
             threading.Thread(target=self._run, name="kvswap-below", daemon=True)
             for _ in range(count)
         ]
-        try:
-            for thread in self.threads:
-                thread.start()
-        except BaseException:  # RuntimeError if the process may have no more
-            self.close()
-            raise
+        self._calls = dict[int | None, _Call]()
+
+    def start(self) -> None:
+        """Raises RuntimeError if the process may have no more threads."""
+        for thread in self.threads:
+            thread.start()
         self._calls = dict.fromkeys((thread.ident for thread in self.threads), _NO_CALL)
 
     # Any thread may call these. None waits.

@@ -315,10 +315,13 @@ class PrefixCache(NotCopyable):
                 manager,
                 self._handler._native.mark_written,
             )
+            weakref.finalize(self, self._below.close)
+            self._below.start()
         except BaseException:
+            if self._below is not None:
+                self._below.close()
             self._handler.close()
             raise
-        weakref.finalize(self, self._below.close)
         for pool in self.pools:
             # The store may use the pages for longer than the handler, if it does not close.
             pool._register_user(self._below, assigns_pages=True)

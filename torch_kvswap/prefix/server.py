@@ -187,6 +187,7 @@ class _Pages:
                 lambda _: None,  # engines mark the pages that they load
                 on_answer,
             )
+            self.tier.start()
 
 
 class PageServer:

@@ -167,13 +167,14 @@ class Tier:
         count = max(min(_THREADS, BYTES_IN_FLIGHT // largest), 1)
         self._running = 2 * count  # threads that have not ended
         self._reads = StoreThreads(f"reading from {store}", count, self._end_thread)
-        try:
-            self._writes = StoreThreads(f"writing to {store}", count, self._end_thread)
-        except BaseException:
-            self._reads.close()
-            raise
+        self._writes = StoreThreads(f"writing to {store}", count, self._end_thread)
 
     # What a PrefixCache calls.
+
+    def start(self) -> None:
+        """Starts the threads, which the caller must end by close(), whatever this raises."""
+        self._reads.start()
+        self._writes.start()
 
     def ask(self, found: Lookup, keys: Sequence[bytes]) -> Lookup:
         """Asks the store for what a lookup of these keys, of each group, has missed."""
@@ -281,7 +282,8 @@ class Tier:
             return
         until = time.monotonic() + threads.DEADLINE
         for thread in self._threads():
-            thread.join(max(until - time.monotonic(), 0))
+            if thread.is_alive():  # not if start() was interrupted
+                thread.join(max(until - time.monotonic(), 0))
         hung = sum(thread.is_alive() for thread in self._threads())
         if hung:
             self._has_warned = True

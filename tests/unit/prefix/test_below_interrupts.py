@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
+import torch
 from below_engine import Engine, key_of
 from interrupts import Interrupter
 from memory_store import MemoryStore
 from patience import PATIENCE, in_time
 
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.below import threads
+from torch_kvswap.prefix import tier
 
 PROMPT = list("abcdefgh")
 KEYS = list(map(key_of, PROMPT))
@@ -97,3 +103,32 @@ def test_a_store_below_works_after_any_interrupted_call(
         if not is_interrupted:
             break
     assert at > 5
+
+
+def test_an_interrupted_constructor_leaves_no_thread_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier, "BYTES_IN_FLIGHT", 1)  # two threads instead of eight
+    layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
+    interrupter = Interrupter()
+
+    def is_interrupted(at: int, **below: Any) -> bool:
+        made = partial(PrefixCache, layout, HostPool(layout, 4), **below)
+        try:
+            return interrupter.stops(at, made)
+        except RuntimeError:  # of Python's own Condition, when Thread.start() is interrupted
+            return True
+
+    def are_all_ended() -> bool:
+        # Python lists threads, too, whose start was interrupted.
+        ours = [each for each in threading.enumerate() if each.name == "kvswap-below"]
+        if any(each.is_alive() for each in ours):
+            gc.collect()  # perhaps a finalizer is to close the cache
+            return False
+        return True
+
+    assert not is_interrupted(0)
+    points = count(interrupter.points)  # without a tier, which is made last
+    while is_interrupted(next(points), below=MemoryStore({}), below_model="m"):
+        assert in_time(are_all_ended)
+    assert in_time(are_all_ended)
