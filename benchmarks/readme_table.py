@@ -23,6 +23,7 @@ TABLE = re.compile(r"^\| [^|\n]+: fragments per block \|.*(\n\|.*)*", re.MULTILI
 
 # Of four shapes that are measured: the fragments of large models, and the hardest ones.
 SHAPES = ("160 x 8 KiB", "160 x 2 KiB")
+BLOCKS = (1, 64)
 
 Row = tuple[str, int]  # shape and number of blocks
 
@@ -48,8 +49,8 @@ def readme_table() -> str:
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
-    """Total time of a store / a load over that of one big copy, cold: the medians. Of SHAPES in the
-    arrangement that was measured first."""
+    """Total time of a store / a load over that of one big copy, cold: the medians. Of SHAPES and
+    BLOCKS in the arrangement that was measured first."""
     arrangement = figures["settings"]["arrangements"][0]
 
     ways = {"torch_kvswap": OURS, **{name: name for name in PEERS}, "plain PyTorch copy": REFERENCE}
@@ -76,7 +77,7 @@ def _medians(figures: Mapping[str, Any], arrangement: str, way: str) -> dict[Row
         quartiles = cell["states"][COLD]["total_us"]["over big copy"]
         if cell["arrangement"] == arrangement and way in quartiles:
             shape = f"{cell['shape']['layers']} x {cell['shape']['fragment_kib']} KiB"
-            if shape not in SHAPES:
+            if shape not in SHAPES or cell["blocks"] not in BLOCKS:
                 continue
             both = found.setdefault((shape, cell["blocks"]), {})
             both[cell["direction"]] = f"{quartiles[way][1]:.2f}"

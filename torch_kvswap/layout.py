@@ -56,9 +56,9 @@ class PagedLayout(Slabs):
     """The layout of a paged cache that is stored in tensors.
 
     The dimensions before `block_dim` become slabs, one per index: K and V split as [2, num_blocks,
-    ...] with block_dim=1 give two slabs per tensor. The dimensions after it are one block. They
-    must be dense in some order of dimensions; the blocks themselves may lie apart (padded strides).
-    No two slabs may share a byte.
+    ...] with block_dim=1 give two slabs per tensor. The dimensions after it are a fragment, the
+    part of a block in one slab. It must be dense in some order of dimensions; the fragments of a
+    slab may lie apart (padded strides). No two slabs may share a byte.
 
     The layout holds the tensors. Nothing may free or move their memory while the layout is in use.
     Immutable, so any thread may read it. A copied or unpickled layout is rebuilt from the copied
@@ -82,10 +82,10 @@ class PagedLayout(Slabs):
         dtype (torch.dtype | None): the type of the keys and values; None if the tensors have
             several. Copies do not depend on it, but an encoding of host pages does.
         device (torch.device): the device of all tensors.
-        tensor_of_slab (np.ndarray): int64 [slabs], index of the slab's tensor.
-        storages (np.ndarray): int64 [slabs], address of the storage of the slab's tensor.
-        addresses (list[int]): address of each tensor.
-        storage_ends (list[int]): for each tensor, bytes of its storage up to its last element.
+        num_blocks (int): blocks of the cache.
+        block_bytes (int): bytes of a block.
+        sizes (np.ndarray): int64, bytes of each fragment of a block: tensor by tensor, and in a
+            tensor by the dimensions before `block_dim`.
 
     Raises:
         TypeError: tensors is not a list or a mapping of strided tensors, a name is not a string,
@@ -151,13 +151,13 @@ class PagedLayout(Slabs):
             sizes=np.repeat(np.array(sizes, np.int64), slabs),
             num_blocks=self.tensors[0].shape[block_dim],
         )
-        self.tensor_of_slab = np.repeat(np.arange(len(slabs), dtype=np.int64), slabs)
+        self._tensor_of_slab = np.repeat(np.arange(len(slabs), dtype=np.int64), slabs)
         storages = [tensor.untyped_storage().data_ptr() for tensor in self.tensors]
-        self.storages = np.repeat(np.array(storages, np.int64), slabs)  # per slab
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.storage_ends = [_storage_end(tensor) for tensor in self.tensors]
+        self._storages = np.repeat(np.array(storages, np.int64), slabs)  # per slab
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._storage_ends = [_storage_end(tensor) for tensor in self.tensors]
         if overlap := _overlapping_slabs(self):
-            first, second = (places[self.tensor_of_slab[slab]] for slab in overlap)
+            first, second = (places[self._tensor_of_slab[slab]] for slab in overlap)
             raise ValueError(
                 f"tensors[{first!r}] and tensors[{second!r}] share memory, so a load would write "
                 "some bytes twice; pass each tensor once, and none that overlap"
@@ -197,9 +197,9 @@ class PagedLayout(Slabs):
         shrunk. The error calls the list of tensors `name`.
         """
         for index, tensor in enumerate(self.tensors):
-            problem = _storage_problem(tensor, self.storage_ends[index])
-            if problem is None and tensor.data_ptr() != self.addresses[index]:
-                problem = f"has moved from {self.addresses[index]:#x} to {tensor.data_ptr():#x}"
+            problem = _storage_problem(tensor, self._storage_ends[index])
+            if problem is None and tensor.data_ptr() != self._addresses[index]:
+                problem = f"has moved from {self._addresses[index]:#x} to {tensor.data_ptr():#x}"
             if problem:
                 raise RuntimeError(
                     f"{name}[{index}] {problem} since the layout was made; make a new layout and "

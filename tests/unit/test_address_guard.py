@@ -67,7 +67,7 @@ def test_a_smaller_storage_at_an_address_is_seen() -> None:
     watch = AddressGuard([layout := PagedLayout([tensor])])
     watch.check()
     tensor.set_(torch.frombuffer(memory.numpy(), dtype=torch.float32, count=8))
-    assert tensor.data_ptr() == layout.addresses[0]
+    assert tensor.data_ptr() == layout._addresses[0]
     assert tensor.untyped_storage().nbytes() < 96
     assert "tensors[0] reaches to byte 96 of its storage" in error_text(watch.check)
 

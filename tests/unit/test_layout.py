@@ -44,8 +44,8 @@ or 2 blocks; pass block_dim=1 or block_dim=0""",
 def test_every_slab_knows_its_tensor() -> None:
     tensors = [torch.zeros(2, 5, 3), torch.zeros(1, 5, 4), torch.zeros(3, 5, 2)]
     layout = PagedLayout(tensors, block_dim=1)
-    assert layout.tensor_of_slab.tolist() == [0, 0, 1, 2, 2, 2]
-    for base, tensor in zip(layout.bases, layout.tensor_of_slab, strict=True):
+    assert layout._tensor_of_slab.tolist() == [0, 0, 1, 2, 2, 2]
+    for base, tensor in zip(layout.bases, layout._tensor_of_slab, strict=True):
         begin = tensors[tensor].data_ptr()
         assert begin <= base < begin + tensors[tensor].nbytes
 

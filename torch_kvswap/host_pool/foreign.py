@@ -55,7 +55,7 @@ def find_pages(
     starts, spans = layout.bases, (layout.num_blocks - 1) * layout.strides + layout.sizes
     meets = (starts < first + pages.numel()) & (first < starts + spans)
     if layout.device.type == "cpu" and meets.any():
-        index = layout.tensor_of_slab[meets.argmax()]
+        index = layout._tensor_of_slab[meets.argmax()]
         raise ValueError(
             f"the pages are bytes {offset} to {offset + pages.numel()} of memory, which has "
             f"tensors[{index}] of the cache too, and stores would overwrite it; pass other memory"

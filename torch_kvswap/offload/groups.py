@@ -31,8 +31,8 @@ class AddressGuard:
     def __init__(self, layouts: Sequence[PagedLayout]) -> None:
         self._layouts = layouts
         tensors = [tensor for layout in layouts for tensor in layout.tensors]
-        addresses = [address for layout in layouts for address in layout.addresses]
-        ends = [end for layout in layouts for end in layout.storage_ends]
+        addresses = [address for layout in layouts for address in layout._addresses]
+        ends = [end for layout in layouts for end in layout._storage_ends]
         watch_cache = ops.torch_kvswap._watch_cache
         self.native: int = watch_cache(tensors, addresses, ends)
         # Not at exit, when other threads may still submit.
@@ -108,11 +108,11 @@ class Groups:
                 native.GroupLayout(
                     gpu_bases=layout.bases,
                     gpu_strides=layout.strides,
-                    gpu_storages=layout.storages,
+                    gpu_storages=layout._storages,
                     sizes=layout.sizes,
                     host_bases=pool.layout.bases,
                     host_strides=pool.layout.strides,
-                    layers=first_layer + layout.tensor_of_slab,
+                    layers=first_layer + layout._tensor_of_slab,
                     num_blocks=layout.num_blocks,
                     num_pages=pool.num_pages,
                     blocks_per_page=pool.blocks_per_page,

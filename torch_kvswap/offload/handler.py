@@ -372,14 +372,14 @@ class OffloadHandler(NotCopyable):
         Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
         stream. A load fails if the store into one of its pages failed or was cancelled: such a page
         is invalid until it is stored again. A page that was never stored is copied as it is: zeros
-        in a new pool. A load rejects an encoded page that was never stored, or whose store rejected
-        the block: the load fails, and that block is not written (Result.rejected). It also rejects
-        a page with damaged metadata, but a GPU may have written parts of that block by then.
+        in a new pool.
 
-        With checksums (HostPool.verify), a load fails with a CorruptedPageError if blocks no longer
-        match what was stored, and with a BlocksRejectedError if nothing was stored. Result.rejected
-        has their positions, and their contents are undefined. A stream that waits for the job goes
-        on before the checksums were compared; `Job.synchronize()` returns after that.
+        A load rejects blocks, and fails with a BlocksRejectedError, if their page is encoded or has
+        checksums (HostPool.verify) and was never stored, or if their store rejected them. If blocks
+        do not match their checksums, it fails with a CorruptedPageError. Result.rejected has the
+        positions of these blocks, whose contents are undefined; all others were loaded. A stream
+        that waits for the job goes on before the checksums were compared; `Job.synchronize()`
+        returns after that.
 
         Args:
             page_ids, gpu_block_ids, first_slot, copy_method, tag: as in store(). The blocks of the

@@ -2,7 +2,6 @@
 
     --kv-transfer-config '{"kv_connector": "KVSwapConnector", "kv_role": "kv_both",
       "kv_connector_module_path": "torch_kvswap.integrations.vllm",
-      "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}}'
 
 docs/vllm.md describes the options, and what happens when a copy fails. vLLM is imported when the
