@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -297,12 +298,21 @@ class PyBlockManager {
   }
 
   void abandon(nb::handle reservation) {
-    const int64_t id = id_of(reservation);
+    const int64_t id = reservation_of(reservation).id;
     if (id != 0) busy([&](bool wait) { manager_.abandon(id, wait); });
   }
 
-  void complete(nb::handle reservation, nb::handle rejected) { end(reservation, true, rejected); }
-  void fail(nb::handle reservation) { end(reservation, false, nb::tuple()); }
+  // rejected: mostly (), which read_ids() would give to Python.
+  void complete(nb::handle reservation, nb::handle rejected) {
+    const Reservation& of = reservation_of(reservation);
+    std::vector<int64_t> positions;
+    const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
+    if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
+    end(of, prefix::Outcome::kDone, pages_at(of, positions));
+  }
+  void fail(nb::handle reservation) {
+    end(reservation_of(reservation), prefix::Outcome::kFailed, {});
+  }
 
   void touch(nb::handle keys) {
     const JoinedKeys joined = read(keys, false);
@@ -367,14 +377,30 @@ class PyBlockManager {
     to.pages_of_job = std::move(pages);
   }
 
-  // rejected: mostly (), which read_ids() would give to Python.
-  void end(nb::handle reservation, bool succeeded, nb::handle rejected) {
-    const int64_t id = id_of(reservation);
-    if (id == 0) return;
-    std::vector<int64_t> positions;
-    const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
-    if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
-    busy([&](bool wait) { manager_.end(id, succeeded, positions, wait); });
+  void end(const Reservation& of, prefix::Outcome outcome, const prefix::RejectedPages& rejected) {
+    if (of.id != 0) busy([&](bool wait) { manager_.end(of.id, outcome, rejected, wait); });
+  }
+
+  // The pages at these positions among those of a reservation.
+  static prefix::RejectedPages pages_at(const Reservation& of,
+                                        const std::vector<int64_t>& positions) {
+    const auto num_pages = static_cast<int64_t>(of.assigned.pages.size());
+    prefix::RejectedPages pages;
+    uint32_t group = 0;
+    int64_t least = 0, end = 0;
+    for (size_t i = 0; i < positions.size(); ++i) {
+      const int64_t position = positions[i];
+      if (position < least || position >= num_pages) {
+        kvswap::fail<ValueError>("rejected[", i, "] is ", position, "; the reservation has ",
+                                 count_of(num_pages, "page"), ": pass positions below ", num_pages,
+                                 ", in ascending order");
+      }
+      while (position >= end) end += of.assigned.counts[group++];
+      pages.emplace_back(group - 1, of.assigned.pages[position]);
+      least = position + 1;
+    }
+    std::sort(pages.begin(), pages.end());
+    return pages;
   }
 
   static std::vector<int64_t> read_pages(nb::handle pages) {
@@ -383,9 +409,9 @@ class PyBlockManager {
     return read;
   }
 
-  int64_t id_of(nb::handle reservation) {
+  const Reservation& reservation_of(nb::handle reservation) {
     alive();
-    if (nb::isinstance<Reservation>(reservation)) return nb::inst_ptr<Reservation>(reservation)->id;
+    if (nb::isinstance<Reservation>(reservation)) return *nb::inst_ptr<Reservation>(reservation);
     constexpr const char* kText =
         "reservation is {}; pass what prepare_load() or prepare_store() returned";
     const nb::object text = nb::str(kText).format(python.kind_of(reservation));
@@ -471,7 +497,7 @@ Attributes:
           [](Reservation& self, int outcome, nb::handle rejected) {
             std::vector<int64_t> numbers;
             read_ids("rejected", rejected, numbers);
-            std::vector<std::pair<uint32_t, int64_t>> pages;
+            prefix::RejectedPages pages;
             for (size_t i = 0; i + 1 < numbers.size(); i += 2)
               pages.emplace_back(static_cast<uint32_t>(numbers[i]), numbers[i + 1]);
             self.end(static_cast<prefix::Outcome>(outcome), std::move(pages));

@@ -45,7 +45,7 @@ struct Reservation {
 
   // Ends it, if it is held, as a job of another process has ended. rejected: group and page of each
   // rejected page.
-  void end(prefix::Outcome outcome, std::vector<std::pair<uint32_t, int64_t>> rejected) noexcept {
+  void end(prefix::Outcome outcome, prefix::RejectedPages rejected) noexcept {
     if (!is_held()) return;
     std::sort(rejected.begin(), rejected.end());
     pages_of_job->outcome = outcome;

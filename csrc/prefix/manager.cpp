@@ -54,15 +54,8 @@ void BlockManager::end_reported() {
   while (reported_ != nullptr || (reported_ = ended_pages_->take()) != nullptr) {
     const ReservedPages& first = *reported_;
     const auto found = reservations_.find(first.id);
-    if (found != reservations_.end()) {  // else somebody else has ended it
-      const auto& rejected = first.rejected;
-      const size_t num_corrupted = first.outcome == Outcome::kDamaged ? rejected.size() : 0;
-      // If there is no memory, a later call begins here.
-      end(found, first.outcome != Outcome::kFailed, num_corrupted, [&](const Pin& pin) {
-        const std::pair<uint32_t, int64_t> page{pin.group, pin.page};
-        return std::binary_search(rejected.begin(), rejected.end(), page);
-      });
-    }
+    // If there is no memory, a later call begins here. If it is not found, somebody has ended it.
+    if (found != reservations_.end()) end(found, first.outcome, first.rejected);
     delete std::exchange(reported_, first.next);
   }
 }
@@ -187,34 +180,27 @@ size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found
   return num_evicted;
 }
 
-void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& rejected,
-                       bool wait) {
+void BlockManager::end(int64_t id, Outcome outcome, const RejectedPages& rejected, bool wait) {
   const auto lock = lock_for(0, wait);
   const auto of = find(id);
   if (!wait && of->second.pins.size() > kFewKeys) throw Busy{};
-  check_positions(of->second, rejected);
-  auto next = rejected.begin();
-  int64_t position = 0;
-  end(of, succeeded, 0, [&](const Pin&) {
-    const bool is_rejected = next != rejected.end() && *next == position++;
-    next += is_rejected;
-    return is_rejected;
-  });
+  end(of, outcome, rejected);
 }
 
-template <class IsRejected>
-void BlockManager::end(Reservations::iterator of, bool succeeded, size_t num_corrupted,
-                       const IsRejected& is_rejected_next) {
-  const bool notes = num_corrupted > 0 && below_ != BelowPolicy::kNothing;
-  if (notes) corrupted_.reserve(corrupted_.size() + num_corrupted);
+void BlockManager::end(Reservations::iterator of, Outcome outcome, const RejectedPages& rejected) {
+  const bool has_failed = outcome == Outcome::kFailed;
+  const bool notes = outcome == Outcome::kDamaged && below_ != BelowPolicy::kNothing;
+  if (notes) corrupted_.reserve(corrupted_.size() + rejected.size());
   const Reservation& reservation = of->second;
   for (const Pin& pin : reservation.pins) {
     if (!reservation.moves(pin)) continue;  // cached before
     Group& group = groups_[pin.group];
-    const bool is_rejected = is_rejected_next(pin);
+    const bool is_rejected =
+        !rejected.empty() && std::binary_search(rejected.begin(), rejected.end(),
+                                                std::pair<uint32_t, int64_t>(pin.group, pin.page));
     if (reservation.kind == Kind::kWrite) {
-      group.pages->end_write(pin.page, succeeded && !is_rejected);
-    } else if (!succeeded || is_rejected) {
+      group.pages->end_write(pin.page, !has_failed && !is_rejected);
+    } else if (has_failed || is_rejected) {
       if (is_rejected && notes && group.pages->was_read(pin.page)) {
         corrupted_.emplace_back(pin.group, group.pages->key(pin.page));
       }
@@ -298,21 +284,6 @@ BlockManager::Reservations::iterator BlockManager::find(int64_t id) {
     fail<ValueError>("reservation ", id, " has ended before, or is another manager's");
   }
   return found;
-}
-
-void BlockManager::check_positions(const Reservation& reservation,
-                                   const std::vector<int64_t>& positions) {
-  const auto copied = std::count_if(reservation.pins.begin(), reservation.pins.end(),
-                                    [&](const Pin& pin) { return reservation.moves(pin); });
-  int64_t least = 0;
-  for (size_t i = 0; i < positions.size(); ++i) {
-    if (positions[i] < least || positions[i] >= copied) {
-      fail<ValueError>("rejected[", i, "] is ", positions[i], "; the reservation has ",
-                       count_of(copied, "page"), ": pass positions below ", copied,
-                       ", in ascending order");
-    }
-    least = positions[i] + 1;
-  }
 }
 
 void BlockManager::touch(const Keys& keys, bool wait) {

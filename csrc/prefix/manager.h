@@ -118,11 +118,10 @@ class BlockManager {
   // Holds up to `count` pages of a group that are due to be written below, those that have been due
   // for longest. This does not count as a use, so the order of eviction is unchanged.
   Due hold_due(size_t count, size_t group, bool wait);
-  // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
-  // loaded, are forgotten. With success, only those of the rejected pages are, given by their
-  // positions among the pages that the reservation was made for, ascending.
+  // Ends a reservation, after the copy. If it has failed, the keys that were to be stored, or
+  // loaded, are forgotten; otherwise those of the rejected pages.
   // Pages of hold_due() stay filled, and are then below or due again.
-  void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
+  void end(int64_t reservation, Outcome outcome, const RejectedPages& rejected, bool wait);
   // Lends `count` pages of the first group, or as many as there are, for blocks whose keys are not
   // known yet. They ascend. A reset does not end that.
   std::vector<int64_t> lend(size_t count, bool wait);
@@ -181,12 +180,8 @@ class BlockManager {
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
   std::unique_lock<std::mutex> lock() { return lock_for(0, true); }
   void end_reported();
-  // is_rejected: called for each page of the copy in turn. num_corrupted: how many of them it
-  // rejects because they are corrupted; 0 if it rejects them for another reason. Throws only
-  // std::bad_alloc, with nothing changed.
-  template <class IsRejected>
-  void end(Reservations::iterator of, bool succeeded, size_t num_corrupted,
-           const IsRejected& is_rejected);
+  // Throws only std::bad_alloc, with nothing changed.
+  void end(Reservations::iterator of, Outcome outcome, const RejectedPages& rejected);
   size_t num_keys(const Keys& keys) const;
   // Sets `found_pages_`, the page of each key or kNone. all: of every key; otherwise, in groups
   // without a window, keys after the first miss may be left at kNone.
@@ -206,9 +201,6 @@ class BlockManager {
   // them. Returns how many pages it has written to `evicted`.
   size_t take_pages(uint32_t group, const uint8_t* keys, uint32_t* found, int64_t count,
                     std::vector<Pin>& pins, int64_t* evicted);
-  // Throws unless these are ascending positions of pages that the reservation was made for.
-  static void check_positions(const Reservation& reservation,
-                              const std::vector<int64_t>& positions);
   void release_all(const std::vector<Pin>& pins);
 
   const std::shared_ptr<EndedPages> ended_pages_ = std::make_shared<EndedPages>();

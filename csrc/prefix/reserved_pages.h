@@ -15,6 +15,7 @@ class EndedPages;
 // How a copy has ended. kFailed: nobody finds its blocks any more. kDone: the same holds for
 // rejected ones only. kDamaged: and these have other bytes than were stored.
 enum class Outcome { kFailed = 0, kDone = 1, kDamaged = 2 };
+using RejectedPages = std::vector<std::pair<uint32_t, int64_t>>;  // group and page, ascending
 
 // The pages that a job copies, from their reservation until the job was reported. The job owns it.
 struct ReservedPages {
@@ -23,8 +24,8 @@ struct ReservedPages {
   size_t num_pages = 0;
 
   Outcome outcome = Outcome::kFailed;
-  std::vector<std::pair<uint32_t, int64_t>> rejected;  // group and page, ascending
-  ReservedPages* next = nullptr;                       // in a list
+  RejectedPages rejected;
+  ReservedPages* next = nullptr;  // in a list
 };
 
 // The pages of a manager whose copies have ended since its last call. Any thread may push, also
