@@ -2,10 +2,10 @@
 
 Total time is from the call of store() or load() until handler.synchronize() returns. Each round
 copies once with each method, and beside them one big copy and the reference of bandwidth.py, in
-changing order, warm and cold. "copy engines only" is an option of a handler that chooses. A forced
-method or this option, if it takes more than twice as long as the best in the first rounds, is left
-out of the others, and of the cold ones. All handlers share a cache and a pool, whose bytes are
-compared after each cell. Without a GPU no method can be forced.
+changing order, warm and cold. "copy_engines" chooses without kernels. This or a forced method, if
+it takes more than twice as long as the best in the first rounds, is left out of the others, and of
+the cold ones. All handlers share a cache and a pool, whose bytes are compared after each cell.
+Without a GPU no method can be forced.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ STATES = (WARM, COLD)
 FIRST = 2  # samples after which SLOW decides
 SLOW, MUCH_SLOWER = 2.0, 10.0  # over the best: no candidate for it; not even worth FIRST samples
 COPIES = (BIG, REFERENCE)
-COPY_ENGINES_ONLY = "copy engines only"
 FORCED = ("strided", "batch", "staged", "kernel")
 # The blocks, the handlers by copy_method, and the reasons why other methods have no handler.
 Methods = tuple[NumberedBlocks, dict[str, OffloadHandler], dict[str, str]]
@@ -96,19 +95,17 @@ def open_methods(
 ) -> Methods:
     blocks = shape.new_blocks(device, count, arrangement)
     stack.enter_context(blocks.host)
-    return blocks, *open_handlers(blocks, (AUTO, *FORCED), stack)
+    return blocks, *open_handlers(blocks, (AUTO, COPY_ENGINES, *FORCED), stack)
 
 
 def measure(compared: Comparison, methods: Methods, kind: Kind) -> Cell:
-    def moved(handler: Any, before: Before, **options: Any) -> Move:
-        return move(handler, blocks, kind.directions, kind.blocks, before, **options)
+    def moved(handler: Any, before: Before) -> Move:
+        return move(handler, blocks, kind.directions, kind.blocks, before)
 
     blocks, ours, refused = methods
     blocks.refill()
     cell = Cell(kind, refused=dict(refused))
     ways: dict[str, Timed] = {name: partial(moved, handler) for name, handler in ours.items()}
-    if len(ours) > 1:  # the device has methods to choose from
-        ways[COPY_ENGINES_ONLY] = partial(moved, ours[AUTO], copy_method=COPY_ENGINES)
     ways.update(compared.copies(kind))
     for state in STATES:
         cell.states[state] = samples = compared.run(ways, kind, state, candidates)
@@ -118,7 +115,7 @@ def measure(compared: Comparison, methods: Methods, kind: Kind) -> Cell:
 
 
 def candidates(number: int, moves: Mapping[str, Sequence[Move]]) -> list[str]:
-    """After that round: all but the forced methods and options that cannot be the best."""
+    """After that round: all but the methods that cannot be the best."""
     best = {name: min(move.total_us for move in of_way) for name, of_way in moves.items()}
     least = min(us for name, us in best.items() if name not in COPIES)
     times = SLOW if number >= FIRST - 1 else MUCH_SLOWER

@@ -157,7 +157,7 @@ def measure_compute(options: Namespace) -> tuple[list[BesideCell], int]:
         pools = Pools.open(device, shape, ONE_BY_ONE, 3 * count + 2, stack)
         for direction in DIRECTIONS:
             ways = {
-                name: HandlerWay(pools.handlers[name], pools.blocks[name], direction, count, None)
+                name: HandlerWay(pools.handlers[name], pools.blocks[name], direction, count)
                 for name in WAYS
             }
             samples = measure_beside(decode, ways, limit.next_part())

@@ -35,14 +35,14 @@ from timing import TimeLimit, in_turn, no_garbage_collection, summary, synchroni
 from traffic import BigWay, HandlerWay, Way, beside
 from transfers import DIRECTIONS, Shape, add_transfers, open_handlers, shapes_of
 
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
+from torch_kvswap.copy_method import AUTO, COPY_ENGINES, DEFAULT_STAGING_BYTES
 
 SHAPES = ("160x8", "160x4")
 FORCED = ("staged", "kernel")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues, which streams share
 MIB = 128  # in a transfer
 REPEATS, LEAST = 4, 2  # after one that warms up; that a limit of time leaves
-BIG, COPY_ENGINES_ONLY = "big copy", "copy engines only"
+BIG = "big copy"
 
 
 def main(arguments: list[str]) -> int:
@@ -152,16 +152,14 @@ def measure_all(
         with ExitStack() as stack:
             stack.enter_context(blocks.host)
             staging_bytes = options.staging_mib << 20
-            methods = ("auto", *FORCED)
+            methods = (AUTO, COPY_ENGINES, *FORCED)
             handlers, refused = open_handlers(blocks, methods, stack, staging_bytes=staging_bytes)
             for refusal in refused.items():
                 print("no handler with {}: {}".format(*refusal))
-            handlers[COPY_ENGINES_ONLY] = handlers["auto"]
             for direction, compute in kinds:
                 ways: dict[str, Way] = {BIG: BigWay(big, direction, nbytes)}
                 for name, handler in handlers.items():
-                    copy_method = "copy_engines" if name == COPY_ENGINES_ONLY else None
-                    ways[name] = HandlerWay(handler, blocks, direction, count, copy_method)
+                    ways[name] = HandlerWay(handler, blocks, direction, count)
                 samples = measure(compute, ways, limit.next_part())
                 for name, taken in samples.items():
                     used = sorted(getattr(ways[name], "copy_methods", ()))

@@ -218,7 +218,7 @@ def measure_compute(options: Namespace) -> tuple[list[BesideCell], int]:
                 decode = computes(gpu)[0]
             for direction in DIRECTIONS:
                 ways = {
-                    name: HandlerWay(handler, blocks[of], direction, count, None)
+                    name: HandlerWay(handler, blocks[of], direction, count)
                     for name, (handler, of) in handlers.items()
                 }
                 for name, way in ways.items():

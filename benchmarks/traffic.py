@@ -47,20 +47,12 @@ class BigWay:
 class HandlerWay:
     """Scattered blocks through a handler. Two transfers in a row share no block and no page."""
 
-    def __init__(
-        self,
-        handler: Any,
-        blocks: NumberedBlocks,
-        direction: str,
-        count: int,
-        copy_method: str | None,
-    ) -> None:
+    def __init__(self, handler: Any, blocks: NumberedBlocks, direction: str, count: int) -> None:
         self.nbytes = count * blocks.layout.block_bytes
         self.copy_methods: set[str] = set()
         self._handler = handler
         self._blocks = blocks
         self._direction = direction
-        self._copy_method = copy_method
         block_ids, page_ids = scattered(blocks, 2 * count)
         self._halves = list(zip(block_ids.split(count), page_ids.split(count), strict=True))
         self._number = 0
@@ -69,14 +61,8 @@ class HandlerWay:
         block_ids, page_ids = self._halves[self._number % 2]
         self._number += 1
         page_ids = page_ids.roll(self._number)  # else the bytes would be there already
-        job = submit(
-            self._handler,
-            self._direction,
-            block_ids.tolist(),
-            page_ids.tolist(),
-            after=(),
-            copy_method=self._copy_method,
-        )
+        ids = block_ids.tolist(), page_ids.tolist()
+        job = submit(self._handler, self._direction, *ids, after=())
         self._blocks.note(self._direction, block_ids, page_ids)
         return lambda: self._ended(job)
 

@@ -130,18 +130,14 @@ def move(
     directions: Sequence[str],
     count: int,
     before: Before = nothing,
-    **options: Any,
 ) -> Move:
-    """Moves scattered blocks, other ones in every call; with two directions both at once.
-
-    options: of store() and load().
-    """
+    """Moves scattered blocks, other ones in every call; with two directions both at once."""
     ids = scattered(blocks, len(directions) * count)  # two transfers share no block and no page
     parts = list(zip(directions, *(of_kind.split(count) for of_kind in ids), strict=True))
     lists = [(direction, of.tolist(), pages.tolist()) for direction, of, pages in parts]
     before()
     start = time.perf_counter_ns()
-    jobs = [submit(handler, *one, **options) for one in lists]
+    jobs = [submit(handler, *one) for one in lists]
     submitted = time.perf_counter_ns()
     handler.synchronize(jobs)
     end = time.perf_counter_ns()

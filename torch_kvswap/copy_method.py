@@ -29,12 +29,3 @@ def copy_method_options(copy_method: str | None, staging_bytes: int) -> native.C
     number = -1 if copy_method in (AUTO, COPY_ENGINES) else COPY_METHODS.index(copy_method)
     staging_bytes = read_int("staging_bytes", staging_bytes)
     return native.CopyMethodOptions(number, copy_method == COPY_ENGINES, setting, staging_bytes)
-
-
-def check_job_method(copy_method: object) -> None:
-    """Raises ValueError unless a job can have this method: COPY_ENGINES, or None as its handler."""
-    if copy_method is not None and copy_method != COPY_ENGINES:
-        raise ValueError(
-            f"copy_method is {copy_method!r}; for one job it must be {COPY_ENGINES!r} or None (as "
-            "the handler); pass other methods to OffloadHandler"
-        )

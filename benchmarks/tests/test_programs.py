@@ -29,7 +29,7 @@ PROGRAMS = {
     "copy_methods": (f"{SHAPES} --blocks 1 8", 16),
     "links": ("--shapes 3x4 1x2 --samples 2 --blocks 8 1", 12),
     "encoding": ("--shapes 3x16 1x32 --samples 2 --blocks 1 8", 12),
-    "interference": ("--shapes 3x4", 12),
+    "interference": ("--shapes 3x4", 8),
 }
 
 

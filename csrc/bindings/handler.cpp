@@ -181,15 +181,13 @@ class PyHandler {
   }
 
   void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_slot,
-              nb::handle after, bool without_kernels, Tags tags, Reservation* reserved,
-              nb::handle computed_in) {
+              nb::handle after, Tags tags, Reservation* reserved, nb::handle computed_in) {
     Request request;
     request.began = now();
     process_.check();
     request.channel = job.channel;
     request.layer_groups = job.layer_groups;
     request.is_grouped = is_list_;
-    request.without_kernels = without_kernels;
     if (!after.is_none()) {
       for (const auto& [is_event, handle] : items_of<std::tuple<bool, uintptr_t>>(after)) {
         request.after.push_back({is_event, reinterpret_cast<void*>(handle)});
@@ -628,7 +626,7 @@ void bind_handler(nb::module_& module) {
       .def_prop_ro("is_current_process", &PyHandler::is_current_process)
       .def("check_open", &PyHandler::check_open)
       .def("submit", &PyHandler::submit, "job"_a, "gpu_block_ids"_a.none(), "page_ids"_a.none(),
-           "first_slot"_a.none(), "after"_a.none(), "without_kernels"_a, "tags"_a,
+           "first_slot"_a.none(), "after"_a.none(), "tags"_a,
            "reserved"_a.none(), "computed_in"_a.none())
       .def("poll", &PyHandler::poll, "tags"_a)
       .def("wait_for_ended", &PyHandler::wait_for_ended, "timeout"_a.none())

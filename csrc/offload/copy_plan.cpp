@@ -463,7 +463,7 @@ MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
   if (job.work->is_exchanged) return CopyMethod::kStaged;
   const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
-  const bool may_launch = groups_[group].table != nullptr && !job.work->without_kernels;
+  const bool may_launch = groups_[group].table != nullptr;
   return chooser_.choose(
       {group, job.channel, blocks, job.layer_groups, may_launch, staging_ != 0, is_crowded});
 }
@@ -496,7 +496,7 @@ uint64_t CopyPlanner::describe_groups(uint64_t hash) const {
 // at least one piece.
 bool CopyPlanner::exchanges(const Job& job) const {
   if (exchange_ == nullptr || !exchange_->is_open()) return false;
-  if (job.channel != kLoads || job.work->without_kernels) return false;
+  if (job.channel != kLoads) return false;
   uint64_t bytes = 0;
   bool has_enough_blocks = false;
   for (const JobPart& part : job.work->parts) {

@@ -85,7 +85,6 @@ struct Work {
   bool was_queued = false;          // true from when it enters the queue of its channel
   bool submission_started = false;  // it has left the queue, and may be on the device
   bool was_cancelled = false;       // cancel() was called
-  bool without_kernels = false;     // no kernels copy
   bool is_staged = false;           // in all groups, as planned
   bool is_exchanged = false;        // with other ranks, as planned
   bool is_grouped = false;          // the caller has passed a list of ids for each group

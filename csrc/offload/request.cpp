@@ -69,7 +69,6 @@ JobRef RequestReader::read(const Request& request, const std::vector<Group>& gro
   job->tag = request.tag;
   job->channel = static_cast<uint8_t>(request.channel);
   job->layer_groups = request.layer_groups;
-  work.without_kernels = request.without_kernels;
   work.is_grouped = request.is_grouped;
   ++requests_;
   size_t total = 0;
@@ -117,21 +116,15 @@ void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& 
   } else {
     refuse_duplicates(block_seen_[group.block_space], names, "gpu_block_ids", blocks, num_blocks);
   }
-  check_encoding(*job.work, group, names, num_blocks);
+  check_encoding(*job.work, group, num_blocks);
   job.work->parts.push_back({names.group, static_cast<size_t>(num_blocks)});
   job.work->ids.insert(job.work->ids.end(), blocks, blocks + num_blocks);
   job.nbytes += group.block_bytes * num_blocks;
 }
 
-void RequestReader::check_encoding(Work& work, const Group& group, const ArgumentNames& names,
-                                   int64_t num_blocks) {
+void RequestReader::check_encoding(Work& work, const Group& group, int64_t num_blocks) {
   const Demand* const demand = group.encoding->demand();
   if (demand == nullptr) return;
-  if (work.without_kernels) {
-    fail<ValueError>("copy_method='copy_engines': the host pages of ", names.list("page_ids"),
-                     " have ", demand->option, ", and copy engines cannot ", demand->work,
-                     "; leave it out, or use a pool with ", demand->instead);
-  }
   const uint64_t blocks = work.rejectable_blocks + static_cast<uint64_t>(num_blocks);
   if (blocks > SlotStates::kCount) {
     fail<ValueError>("the job has ", blocks, " blocks for host pages with ", demand->option,

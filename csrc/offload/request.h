@@ -25,7 +25,6 @@ struct Request {
   int channel;  // ChannelNumber
   int layer_groups = 1;
   bool is_grouped = false;       // errors name the group of an id
-  bool without_kernels = false;  // no kernels copy
   std::vector<After> after;      // the job starts after all of these
   int64_t tag = 0;               // of the caller, who finds it in the job
   double began;                  // when the caller called, as now() counts
@@ -50,8 +49,7 @@ class RequestReader {
  private:
   void add_part(Job& job, const Group& group, const ArgumentNames& names,
                 const Request::Part& part);
-  static void check_encoding(Work& work, const Group& group, const ArgumentNames& names,
-                             int64_t num_blocks);
+  static void check_encoding(Work& work, const Group& group, int64_t num_blocks);
   void refuse_duplicates(std::vector<int64_t>& seen, const ArgumentNames& names, const char* name,
                          const int64_t* ids, int64_t count);
 

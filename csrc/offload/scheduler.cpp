@@ -468,7 +468,6 @@ bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t
   for (const Job* job : {&first, static_cast<const Job*>(&next)}) {
     if (job->layer_groups > 1) return false;
   }
-  if (work.without_kernels != first.work->without_kernels) return false;
   if (work.is_exchanged || first.work->is_exchanged) return false;
   // Nothing may be written twice in one copy.
   if (work.runs_after[queue.channel.number()] >= first.id) return false;

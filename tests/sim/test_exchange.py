@@ -149,8 +149,8 @@ def test_an_empty_last_layer_group_ends_an_exchanged_load(driver: Driver) -> Non
 
 @pytest.mark.parametrize(
     ("count", "options"),
-    [(1, {}), (32, {"expedited": True}), (32, {"copy_method": "copy_engines"})],
-    ids=["small", "expedited", "without kernels"],
+    [(1, {}), (32, {"expedited": True})],
+    ids=["small", "expedited"],
 )
 @needs_kernels
 @simulated
@@ -196,10 +196,10 @@ def test_exchanged_loads_start_after_the_stream(driver: Driver, late: int) -> No
 @needs_kernels
 @simulated
 def test_an_unstaged_load_waits_for_an_exchanged_one(driver: Driver) -> None:
-    with Ranks(driver) as group:
+    with Ranks(driver, copy_method="auto") as group:
         hold = driver.hold(kernels_of(group, 0))
         jobs = group.load_all(LARGE[:8], LARGE[:8])  # all pieces fit into the rings
-        jobs.append(group.load(0, LARGE[8:16], LARGE[:8], copy_method="copy_engines"))
+        jobs.append(group.load(0, LARGE[8:9], LARGE[:1]))
         driver.run()
         driver.release(hold)
         group.finish(*jobs)
@@ -209,9 +209,9 @@ def test_an_unstaged_load_waits_for_an_exchanged_one(driver: Driver) -> None:
 @needs_kernels
 @simulated
 def test_an_exchanged_load_waits_for_an_unstaged_one(driver: Driver) -> None:
-    with Ranks(driver) as group:
+    with Ranks(driver, copy_method="auto") as group:
         driver.set_link(0, slowness=0)
-        jobs = [group.load(0, LARGE[8:16], LARGE[:8], copy_method="copy_engines")]
+        jobs = [group.load(0, LARGE[8:9], LARGE[:1])]
         jobs += group.load_all(LARGE[:8], LARGE[:8])
         driver.run()
         driver.set_link(0, slowness=1)
@@ -237,6 +237,7 @@ def random_loads(
     with gain_of(2.0), Ranks(
         driver, len(ranks), deadline=SHORT if faults else PATIENCE, wholes=kept,
         own=relays if chance.random() < 0.3 else (), pool={"encoding": encoding} if encoding == "lossless" else None,
+        copy_method="staged" if encoding == "lossless" else "auto",
     ) as group:  # fmt: skip
         blocks_of = [dict(enumerate(group.blocks(rank))) for rank in ranks]
         pages_of = [dict(blocks_of[0]) for _ in ranks]
@@ -248,7 +249,6 @@ def random_loads(
         driver.set_mode("threaded", seed)
         if control:
             driver.drop_waits_between_gpus()
-        routes = [{}, {"copy_method": "copy_engines"}][: 1 if encoding == "lossless" else 2]
         fault, left_out = chance.randrange(12), chance.choice([*ranks, None]) if faults else None
         done: list[tuple[int, Job, str, list[int], list[int]]] = []
         for number in range(12):
@@ -268,12 +268,11 @@ def random_loads(
                     count = chance.choice([1, 2])
                     own = group.own_pages(rank)[:count]
                     if chance.random() < 0.3:
-                        route = chance.choice(routes)
                         given = {"gpu_block_ids": blocks[:count], "page_ids": own, "after": ()}
-                        job = handler.store(**given, **route)
+                        job = handler.store(**given)
                         done.append((rank, job, "store", own, blocks[:count]))
                         continue
-                    route = chance.choice([*routes[count - 1 :], {"expedited": True}])
+                    route = chance.choice([{}, {"expedited": True}][count - 1 :])
                     of = chance.sample(range(BLOCKS), count) if chance.random() < 0.7 else own
                     if of[-1] in pages_of[rank] or faults or encoding == "raw":
                         job = group.load(rank, of, blocks[:count], **route)

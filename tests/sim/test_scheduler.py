@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -127,15 +126,12 @@ def test_a_too_large_job_runs_by_itself(driver: Driver, kind: str) -> None:
 # What is joined into one copy
 
 
-@pytest.mark.parametrize("option", [{"layer_groups": 2}, {"copy_method": "copy_engines"}])
 @simulated
-def test_layer_groups_and_unkernelled_jobs_are_not_joined(
-    driver: Driver, option: dict[str, Any]
-) -> None:
+def test_loads_by_layer_groups_are_not_joined(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         hold, early = queue_up(sim, "load")
         for i in range(1, 10):
-            sim.submit("load", [i], [i], **(option if i == 5 else {}))
+            sim.submit("load", [i], [i], layer_groups=2 if i == 5 else None)
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert sim.metrics("load").transfers == len(early) - 1 + 3

@@ -19,7 +19,7 @@ from staged_bytes import expect, numbers
 
 from torch_kvswap import HostPool, OffloadHandler, TransferError
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 
 
 def steps(driver: Driver) -> str:
@@ -70,19 +70,27 @@ def test_a_piece_spans_parts_and_whole_blocks(driver: Driver, fragment: int) -> 
 
 @needs_kernels
 @simulated
-def test_a_strided_load_waits_for_a_staged_one(driver: Driver) -> None:
-    whole = numbers(8, 6, 4096)
-    before = whole.clone()
-    layout = on_device(driver, whole)
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[1, 2], page_ids=[1, 2]))
+def test_an_unstaged_load_waits_for_a_staged_one(driver: Driver) -> None:
+    """All of the first one is staged, because the layers have many distances."""
+    whole, pages = numbers(16, 20, 64 * KIB), numbers(20, 5, 64 * KIB)
+    layers = [whole[layer] for layer in (0, 1, 3, 7, 15)]
+    layout, ids = on_device(driver, whole, layers), list(range(18))
+    pool = HostPool(layout, num_pages=20)
+    pool.pages.view(pages.shape).copy_(pages)
+    epoch = driver.cuda.create_stream() // 1000000  # the log counts from the last reset on
+    with OffloadHandler(layout, pool, copy_method="auto") as handler:
+        unpacking = int(re.findall(r"create stream (\d+)", driver.log())[-1])
         driver.set_mode("manual")
-        handler.load(page_ids=[1], gpu_block_ids=[5], after=())
-        last = handler.load(page_ids=[2], gpu_block_ids=[5], after=(), copy_method="copy_engines")
+        hold = driver.hold(epoch * 1000000 + unpacking)
+        first = handler.load(page_ids=ids[:17], gpu_block_ids=ids[1:], after=())
+        last = handler.load(page_ids=[17], gpu_block_ids=[5], after=())
+        driver.run()
+        driver.release(hold)
         run_until(driver, last.query)
+        assert first.result is not None
         assert last.result is not None
-        assert last.result.copy_method == "strided"
-        assert torch.equal(whole[:, 5], before[:, 2])
+        assert [each.result.copy_method for each in (first, last)] == ["staged", "kernel"]
+        assert all(map(torch.equal, (layer[5] for layer in layers), pages[17]))
         driver.set_mode("immediate")
 
 
@@ -219,21 +227,21 @@ def test_a_store_is_packed_during_another_copy(driver: Driver) -> None:
 @needs_kernels
 @simulated
 def test_a_store_is_packed_after_its_waits(driver: Driver, waits: str) -> None:
-    whole = numbers(2, 12, 4096)
+    whole = numbers(4, 20, 64 * KIB)
     layout = on_device(driver, whole)
-    pool = HostPool(layout, num_pages=12)
+    pool, ids = HostPool(layout, num_pages=20), list(range(2, 19))
     driver.set_stream(0, CURRENT)
-    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=MIB) as handler:
+    with OffloadHandler(layout, pool, copy_method="auto", staging_bytes=16 * MIB) as handler:
         driver.set_mode("manual")
         hold = driver.hold(CURRENT)
-        new = numbers(2, 4096)
-        for layer in (0, 1):
+        new = numbers(4, 64 * KIB)
+        for layer in range(4):
             driver.cuda.copy(whole[layer, 2], new[layer], CURRENT)
         if waits == "the store":
-            handler.store(gpu_block_ids=[2], page_ids=[2])
+            handler.store(gpu_block_ids=ids, page_ids=ids)
         else:  # no kernel packs that one
-            handler.store(gpu_block_ids=[1], page_ids=[1], copy_method="copy_engines")
-            handler.store(gpu_block_ids=[2], page_ids=[2], after=())
+            handler.store(gpu_block_ids=[1], page_ids=[1])
+            handler.store(gpu_block_ids=ids, page_ids=ids, after=())
         driver.run()
         pending = driver.pending()
         driver.release(hold)

@@ -164,10 +164,10 @@ def test_layers_allocated_one_by_one_arrive() -> None:
     )
     layout = PagedLayout(layers)
     host = HostPool(layout, num_pages=3)
-    with OffloadHandler(layout, host) as handler:
+    with OffloadHandler(layout, host, copy_method="copy_engines") as handler:
         for direction in ("store", "load"):
             move = getattr(handler, direction)
-            job = move(gpu_block_ids=[1, 4], page_ids=[2, 0], copy_method="copy_engines")
+            job = move(gpu_block_ids=[1, 4], page_ids=[2, 0])
             handler.synchronize(job)
             assert job.result is not None
             assert not is_one_run or job.result.copy_method == "strided"

@@ -233,8 +233,6 @@ class Session:
         ):
             return []
         options: dict[str, Any] = {}
-        if self.rng.random() < 0.2:
-            options["copy_method"] = "copy_engines"
         if kind == "load":
             options["expedited"] = self.rng.random() < 0.3
             if self.rng.random() < 0.4:

@@ -7,8 +7,6 @@ import torch
 from bf16_cache import Bf16Cache
 from encoded_cache import EncodedCache
 from encoded_fuzz import Fuzz
-from error_text import error_text
-from expecttest import assert_expected_inline
 from fuzz import fuzz
 from logged import logged
 
@@ -73,19 +71,6 @@ def test_metrics_and_results_count_link_bytes() -> None:
         (loaded,) = cache.handler.poll()
         metadata = slot - 3 * cache.tensors[0][0].shape[1] * 3 // 2
         assert loaded.link_bytes == slot + 2 * metadata + raw  # one for each group of layers
-
-
-def test_copy_engines_cannot_encode() -> None:
-    with EncodedCache(encodings=("raw", "lossless"), layers=1) as cache:
-        assert_expected_inline(
-            error_text(cache.store, [[1], [2]], [[1], [2]], copy_method="copy_engines"),
-            """\
-ValueError: copy_method='copy_engines': the host pages of page_ids[1] have
-encoding='lossless', and copy engines cannot encode or decode blocks; leave it out, or
-use a pool with encoding='raw'""",
-        )
-        cache.store([[1], []], [[1], []], copy_method="copy_engines")
-        assert outcome(cache) == ("done", ())
 
 
 def test_a_jobs_encoded_blocks_are_limited() -> None:

@@ -153,17 +153,6 @@ def test_a_switch_may_be_numpys_bool(handler: OffloadHandler) -> None:
     assert (metrics.expedited.submitted, metrics.loads.submitted) == (1, 1)
 
 
-@pytest.mark.parametrize("call", [store, load])
-def test_a_jobs_copy_methods_are_two(call: Callable[..., None]) -> None:
-    call(copy_method="copy_engines")
-    call(copy_method=None)
-    for value in ("staged", "auto", "", True, 0, []):
-        assert error_text(call, copy_method=value).replace("\n", " ") == (
-            f"ValueError: copy_method is {value!r}; for one job it must be 'copy_engines' or None "
-            "(as the handler); pass other methods to OffloadHandler"
-        )
-
-
 def test_a_wrong_timeout_is_refused(handler: OffloadHandler) -> None:
     handler.store(gpu_block_ids=[0], page_ids=[0])
     for wait in (handler.synchronize, handler.pools[0].wait_ready, handler.poll):

@@ -21,11 +21,7 @@ from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.keep_alive import keep_alive
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log
-from torch_kvswap.copy_method import (
-    DEFAULT_STAGING_BYTES,
-    check_job_method,
-    copy_method_options,
-)
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, copy_method_options
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.exchange import join_ranks, read_exchange
@@ -186,9 +182,10 @@ class OffloadHandler(NotCopyable):
         host (HostPool | Sequence[HostPool]): the host pages; each pool was made for blocks
             like those of its layout.
         copy_method (str | None): "auto" chooses a method for each transfer by its size and layout.
-            "copy_engines" chooses among the methods without kernels: see store(). "strided",
-            "batch", "staged" and "kernel" force a method that the device must have; a cache on the
-            CPU has none of them. None reads KVSWAP_COPY_METHOD, which defaults to "auto".
+            "copy_engines" chooses among the methods without kernels: see docs/copy_methods.md.
+            "strided", "batch", "staged" and "kernel" force a method that the device must have; a
+            cache on the CPU has none of them. None reads KVSWAP_COPY_METHOD, which defaults to
+            "auto".
         staging_bytes (int): device memory for staged copies, half for stores and half for loads;
             256 MiB by default. Allocated at construction if any transfer could be staged, and freed
             by close().
@@ -300,7 +297,6 @@ class OffloadHandler(NotCopyable):
         page_ids: Ids | Sequence[Ids],
         first_slot: int | Sequence[int] = 0,
         after: After = None,
-        copy_method: str | None = None,
         tag: object = None,
     ) -> Job:
         """Copies blocks of the cache to host pages.
@@ -331,10 +327,6 @@ class OffloadHandler(NotCopyable):
                 current stream on the cache's device, so that the copy follows the kernels that
                 wrote the blocks. A stream or an event is refused for a cache on the CPU, where the
                 copy runs inside the call.
-            copy_method (str | None): "copy_engines" uses no kernels for this job. With layers in
-                one allocation, kernels meanwhile lose about as much as during one large
-                copy; otherwise the copy is slow. Kernel launches may wait while the driver handles
-                each block. Refused for encoded pages. None copies as the handler does.
             tag: any object; returned in Result.tag and held until poll() has reported the job.
 
         Returns:
@@ -353,7 +345,7 @@ class OffloadHandler(NotCopyable):
         if unnamed:
             raise TypeError(_UNNAMED)
         ids = gpu_block_ids, page_ids, first_slot
-        return self._submit(STORES, ids, after, tag, copy_method)
+        return self._submit(STORES, ids, after, tag)
 
     def load(
         self,
@@ -364,7 +356,6 @@ class OffloadHandler(NotCopyable):
         after: After = None,
         layer_groups: int | None = None,
         expedited: bool = False,
-        copy_method: str | None = None,
         tag: object = None,
     ) -> Job:
         """Copies host pages to blocks of the cache: store() in the other direction.
@@ -382,8 +373,8 @@ class OffloadHandler(NotCopyable):
         returns after that.
 
         Args:
-            page_ids, gpu_block_ids, first_slot, copy_method, tag: as in store(). The blocks of the
-                cache are overwritten.
+            page_ids, gpu_block_ids, first_slot, tag: as in store(). The blocks of the cache are
+                overwritten.
             after: as in store(). None lets the copy follow the kernels that read or wrote the
                 blocks before.
             layer_groups (int | None): move the layers in this many groups, one after another, so
@@ -398,7 +389,7 @@ class OffloadHandler(NotCopyable):
         if unnamed:
             raise TypeError(_UNNAMED)
         ids = gpu_block_ids, page_ids, first_slot
-        return self._submit(LOADS, ids, after, tag, copy_method, layer_groups, expedited)
+        return self._submit(LOADS, ids, after, tag, layer_groups, expedited)
 
     def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
@@ -597,7 +588,6 @@ class OffloadHandler(NotCopyable):
         ids: tuple[Any, Any, Any],
         after: object,
         tag: object,
-        copy_method: str | None = None,
         layer_groups: int | None = None,
         expedited: bool = False,
         reserved: native.Reservation | None = None,
@@ -616,8 +606,6 @@ class OffloadHandler(NotCopyable):
             # True and False need no call.
             if expedited is not False and expedited is not True:
                 expedited = read_switch("expedited", expedited)
-            if copy_method is not None:
-                check_job_method(copy_method)
             num_groups = 1
             if layer_groups is not None:
                 num_groups = groups.read_layer_groups(layer_groups)
@@ -627,8 +615,7 @@ class OffloadHandler(NotCopyable):
                 memory.check_open()
             resolved = resolve_after(after, groups.device)
             job = Job(EXPEDITED if expedited else channel, num_groups, self, tag)
-            has_method = copy_method is not None
-            submitting.submit(job, *ids, resolved, has_method, self._tags, reserved, computed_in)
+            submitting.submit(job, *ids, resolved, self._tags, reserved, computed_in)
         except Exception:
             submitting.check_open()  # whatever else is wrong, this is said first
             raise

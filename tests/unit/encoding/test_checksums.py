@@ -244,16 +244,6 @@ the most checksums, or with verify='off'""",
 ValueError: the pool has verify='load', and no op makes checksums; make it with
 verify='off'""",
     )
-    with OffloadHandler(cache, pool) as again:
-        assert_expected_inline(
-            error_text(
-                lambda: again.store(gpu_block_ids=[0], page_ids=[0], copy_method="copy_engines")
-            ),
-            """\
-ValueError: copy_method='copy_engines': the host pages of page_ids have verify='load',
-and copy engines cannot make the checksums; leave it out, or use a pool with
-verify='off'""",
-        )
 
 
 def test_a_device_without_kernels_is_refused() -> None:
