@@ -33,7 +33,7 @@ from torch_kvswap.below.read_store import read_store, without_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.host_pool.system import NoRoomError
+from torch_kvswap.host_pool.system import NoRoomError, check_room
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
@@ -166,12 +166,7 @@ class _Pages:
             except NoRoomError as error:
                 if wanted:  # the engine can ask for fewer
                     raise
-                room = error.room >> 20
-                less = f"start it with --memory {room}MiB or less, or " if room > 0 else ""
-                raise ValueError(
-                    f"this server has {bytes_text(memory)} of --memory, but {error.problem}; {less}"
-                    f"{error.otherwise}"
-                ) from error
+                raise _too_much(memory, error) from error
             fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
             groups.append(BlockGroup(count, **fields))
         below = None if store is None else below_policy
@@ -188,6 +183,16 @@ class _Pages:
                 on_answer,
             )
             self.tier.start()
+
+
+def _too_much(memory: int, error: NoRoomError) -> ValueError:
+    """The machine has no room for all of the server's memory."""
+    room = error.room >> 20
+    less = f"start it with --memory {room}MiB or less, or " if room > 0 else ""
+    return ValueError(
+        f"this server has {bytes_text(memory)} of --memory, but {error.problem}; {less}"
+        f"{error.otherwise}"
+    )
 
 
 class PageServer:
@@ -207,8 +212,8 @@ class PageServer:
         OSError: the socket cannot be made, or `below` cannot be opened. FileExistsError: a file
             that is no socket has this name. PermissionError: one of another user has it.
         ImportError: see `below` of PrefixCache.
-        TypeError, ValueError: path is none of a socket, deadline is out of range, or below_policy
-            comes without below; and see `below` of PrefixCache.
+        TypeError, ValueError: path is none of a socket, deadline is out of range, the machine has
+            too little memory, or below_policy comes without below; and see `below` of PrefixCache.
     """
 
     def __init__(
@@ -224,6 +229,10 @@ class PageServer:
             raise ValueError(
                 f"deadline is {deadline!r}; it must be {_LEAST_DEADLINE:g} to {_MOST_DEADLINE:g} s"
             )
+        try:
+            check_room(memory, 1)  # raises here, not only when an engine comes
+        except NoRoomError as error:
+            raise _too_much(memory, error) from error
         self._deadline = deadline
         self._below_policy = below_policy
         self._generation = secrets.randbits(62) + 1  # 0 is none
