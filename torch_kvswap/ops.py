@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_kvswap._native.arguments import kind_of
+from torch_kvswap._native.arguments import kind_of, read_switch
 from torch_kvswap._native.loader import native
 from torch_kvswap.devices import generic_ops
 from torch_kvswap.devices.kind import is_native
@@ -185,13 +185,15 @@ for _key in generic_ops.DISPATCH_KEYS:
     _library.impl("expand_block_ids.out", generic_ops.expand_block_ids_out, _key)
 
 
-def _refuse(**operands: object) -> NoReturn:
-    """Raises TypeError that names the operand that is no tensor: PyTorch itself treats None as an
-    empty one, and prints the values of other operands."""
-    for name, operand in operands.items():
+def _check(tensors: dict[str, object], integers: dict[str, object] | None = None) -> None:
+    """Raises TypeError that names the operand of a wrong type: PyTorch itself treats None as an
+    empty tensor, and prints the values of others and its schemas."""
+    for name, operand in tensors.items():
         if not isinstance(operand, Tensor):
             raise TypeError(f"{name} is {kind_of(operand)}; it must be a tensor")
-    raise AssertionError
+    for name, operand in (integers or {}).items():
+        if not isinstance(operand, SupportsIndex):  # numpy's integers and torch.SymInt are
+            raise TypeError(f"{name} is {kind_of(operand)}; it must be an integer")
 
 
 def _refuse_other_devices() -> None:
@@ -235,14 +237,18 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
             ``src`` is copied to block ``block_mapping[i, 1]`` of ``dst``.
 
     Raises:
-        TypeError: an operand is no tensor.
+        TypeError: an operand has a wrong type.
         RuntimeError: an id is out of range, blocks overlap, sizes differ, or a tensor is not as
             described (before anything is copied); or the driver reports an error.
     """
     if not (
-        isinstance(src, Tensor) and isinstance(dst, Tensor) and isinstance(block_mapping, Tensor)
+        isinstance(src, Tensor)
+        and isinstance(dst, Tensor)
+        and isinstance(block_size_in_bytes, int)
+        and isinstance(block_mapping, Tensor)
     ):
-        _refuse(src=src, dst=dst, block_mapping=block_mapping)
+        tensors = {"src": src, "dst": dst, "block_mapping": block_mapping}
+        _check(tensors, {"block_size_in_bytes": block_size_in_bytes})
     torch.ops.torch_kvswap.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
 
 
@@ -262,7 +268,7 @@ def swap_kv_blocks(
         dst_block_ids (Tensor): int64 ``[n]`` on the CPU.
     """
     if not (isinstance(src_block_ids, Tensor) and isinstance(dst_block_ids, Tensor)):
-        _refuse(src_block_ids=src_block_ids, dst_block_ids=dst_block_ids)
+        _check({"src_block_ids": src_block_ids, "dst_block_ids": dst_block_ids})
     for name, layers in (("src", src), ("dst", dst)):
         if not isinstance(layers, list | tuple):
             raise TypeError(
@@ -304,7 +310,7 @@ def swap_blocks_batch(
             read in stream order.
 
     Raises:
-        TypeError: an operand is no tensor.
+        TypeError: an operand has a wrong type.
         RuntimeError: the accelerator is not CUDA; a negative size, a null address or an address
             on a second device, with its index (before anything is copied); or the driver reports
             an error, with an index: copies before it may have run.
@@ -312,7 +318,9 @@ def swap_blocks_batch(
     if not (
         isinstance(src_ptrs, Tensor) and isinstance(dst_ptrs, Tensor) and isinstance(sizes, Tensor)
     ):
-        _refuse(src_ptrs=src_ptrs, dst_ptrs=dst_ptrs, sizes=sizes)
+        _check({"src_ptrs": src_ptrs, "dst_ptrs": dst_ptrs, "sizes": sizes})
+    if not isinstance(is_src_access_order_any, bool):
+        read_switch("is_src_access_order_any", is_src_access_order_any)
     _refuse_other_devices()
     torch.ops.torch_kvswap.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)
 
@@ -342,12 +350,18 @@ def expand_block_ids(
         Tensor: int64 ids on the device of ``block_ids``; ``out`` if it was given.
 
     Raises:
-        TypeError: block_ids is no tensor.
+        TypeError: block_ids is no tensor, or a number is no integer.
         RuntimeError: the factor is below 1, a count is out of range, or an id on the CPU is
             negative.
     """
-    if not isinstance(block_ids, Tensor):
-        _refuse(block_ids=block_ids)
+    if not (
+        isinstance(block_ids, Tensor)
+        and isinstance(block_size_factor, int)
+        and isinstance(skip_count, int)
+        and isinstance(count, int | None)
+    ):
+        integers = {"block_size_factor": block_size_factor, "skip_count": skip_count}
+        _check({"block_ids": block_ids}, integers | ({} if count is None else {"count": count}))
     if out is None:
         result: Tensor = torch.ops.torch_kvswap.expand_block_ids(
             block_ids, block_size_factor, skip_count, count

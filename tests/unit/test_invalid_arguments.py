@@ -239,6 +239,25 @@ def test_what_is_no_tensor_of_an_op_is_named(
                 op(**{**given, **others, name: value})
 
 
+def test_what_is_no_integer_of_an_op_is_named() -> None:
+    """PyTorch would print all its schemas."""
+    ids, block = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.uint8)
+    mapping = torch.zeros(1, 2, dtype=torch.int64)
+    for op, operands, names in (
+        (ops.swap_blocks, (block, block.clone()), ["block_size_in_bytes"]),
+        (ops.expand_block_ids, (ids,), ["block_size_factor", "skip_count", "count"]),
+    ):
+        given = {"block_mapping": mapping} if op is ops.swap_blocks else {}
+        valid = dict.fromkeys(names, 8)
+        for name in names:
+            for value, kind in (("8", "a str"), (8.0, "a float")):
+                with pytest.raises(TypeError, match=f"^{name} is {kind}; it must be an integer$"):
+                    op(*operands, **{**given, **valid, name: value})
+            op(*operands, **{**given, **valid, name: np.int64(8)})
+    with pytest.raises(TypeError, match=r"^is_src_access_order_any is 'yes'; it must be True or"):
+        ops.swap_blocks_batch(ids, ids, ids, "yes")  # type: ignore[arg-type]
+
+
 def test_a_tensor_is_no_list_of_layers() -> None:
     ids = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"^dst is a Tensor; pass a list with a tensor for each"):
