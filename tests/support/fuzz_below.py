@@ -188,7 +188,7 @@ class BelowServer(Server):
         times = {"DEADLINE": 0.02, "FIRST_PAUSE": 0.0, "LONGEST_PAUSE": 0.0}
         with (
             mock.patch.multiple(threads, **times),
-            mock.patch.object(tier, "ABSENT", 1000.0),
+            mock.patch.object(tier, "ABSENT_SECONDS", 1000.0),
         ):
             return super().run()
 

@@ -103,6 +103,8 @@ class Session(NotCopyable):
     Attributes:
         groups, unit_tokens: see BlockManager.
         num_pages (int): pages of the server's first group.
+        resets (int): another number after each reset of the index, by any engine, and each loss of
+            a server, as far as the server has said so.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Session(NotCopyable):
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
         self._deadline = JOINING  # seconds for an answer; as the server says it
-        self._resets = 0  # of the index, as far as the server has said it
+        self.resets = 0
         self._numbers = count(1)  # of reservations
         # Reservations that have not ended, and whether jobs use their pages. Guarded by _lock, as
         # are the others.
@@ -280,7 +282,7 @@ class Session(NotCopyable):
         with self._lock:  # no call comes in between
             if generation not in (self._generation, resets) and not self._is_worker:
                 self._resets_heard_by = generation  # another engine has told this new server
-            self._session, self._generation, self._resets = session, generation, resets
+            self._session, self._generation, self.resets = session, generation, resets
             self.num_pages = num_pages
             if self._is_closing:
                 return self._hang_up(connection)
@@ -354,7 +356,7 @@ class Session(NotCopyable):
         with self._lock:
             self._resets_heard_by = 0
             if self._connection is not None:
-                self._resets += 1
+                self.resets += 1
                 self._send(pack(Op.RESET), self._heard_reset)
 
     def _heard_reset(self, _: array[int]) -> None:
@@ -425,7 +427,7 @@ class Session(NotCopyable):
         while (message := next_message(self._inbox)) is not None:
             status, numbers, text = message
             if status == Status.RESET:
-                self._resets += 1
+                self.resets += 1
                 if self._resets_heard_by is None:
                     self._resets_heard_by = self._generation
                 continue
@@ -445,7 +447,7 @@ class Session(NotCopyable):
         if self._connection is None or self._is_closing:  # the thread reads until close() closes it
             return
         log.warning("lost the server at %s and its pages: %s", self._path, why)
-        self._resets += 1
+        self.resets += 1
         self._connection.close()
         self._connection = None
         self._forget()

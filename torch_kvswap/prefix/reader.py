@@ -80,7 +80,9 @@ class ArgumentReader:
                 )
             if isinstance(of_group, PrefixKeys):
                 self._check_tokens(group, of_group.block_tokens)
-            read.append(native.join_keys(self._name("keys", group), of_group))
+                read.append(of_group.joined)
+            else:
+                read.append(native.join_keys(self._name("keys", group), of_group))
         return read
 
     def _check_tokens(self, group: int, tokens: int) -> None:

@@ -50,12 +50,6 @@ class SchedulerSession(Session):
         self._demand = self._taken = 0  # pages of one step, and of this one
 
     @property
-    def resets(self) -> int:
-        """Another number after each reset by any engine, and each loss of a server, as far as
-        poll() knows."""
-        return self._resets
-
-    @property
     def is_joined(self) -> bool:
         """Whether there is a server, as far as poll() knows."""
         return self._connection is not None

@@ -30,7 +30,7 @@ from torch_kvswap.prefix.manager import BlockManager, Lookup, needed_blocks
 from torch_kvswap.prefix.protocol import Outcome
 
 # Seconds, read at each use so that tests can set them.
-ABSENT = 1.0  # seconds before the store is asked again for a missing key
+ABSENT_SECONDS = 1.0  # before the store is asked again for a missing key
 
 # In each direction, at most; a page at least.
 BYTES_IN_FLIGHT = 256 << 20
@@ -332,7 +332,7 @@ class Tier:
 
     def _note_absent(self, identity: bytes) -> None:
         self._absent.pop(identity, None)  # so that it becomes the newest
-        self._absent[identity] = time.monotonic() + ABSENT
+        self._absent[identity] = time.monotonic() + ABSENT_SECONDS
 
     # What the threads do.
 

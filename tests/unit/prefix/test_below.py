@@ -51,7 +51,7 @@ def reader(store: MemoryStore) -> Iterator[Engine]:
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines pass at once, and what is not there is not asked for again."""
     monkeypatch.setattr(threads, "DEADLINE", 0.0)
-    monkeypatch.setattr(tier, "ABSENT", 1000.0)
+    monkeypatch.setattr(tier, "ABSENT_SECONDS", 1000.0)
 
 
 def works_again(engine: Engine) -> None:
@@ -131,7 +131,7 @@ def test_a_slow_step_asks_once_for_what_is_not_there(
     keys = list(map(key_of, "xyz"))
     assert reader.prefixes.lookup(keys).asking == 3
     assert in_time(lambda: len(reader.tier._answered) == 1)
-    passed[0] = 10 * tier.ABSENT  # the step goes on
+    passed[0] = 10 * tier.ABSENT_SECONDS  # the step goes on
     reader.prefixes.poll()
     assert reader.prefixes.lookup(keys, again=True).asking == 0
 
@@ -177,7 +177,7 @@ def test_what_is_missing_is_asked_for_once(
     with Engine(MemoryStore(store.objects)) as writer:
         writer.share("x")
     with Engine(store) as engine:
-        monkeypatch.setattr(tier, "ABSENT", 1000.0)
+        monkeypatch.setattr(tier, "ABSENT_SECONDS", 1000.0)
         assert engine.find(PROMPT).found == 0
         assert engine.find(PROMPT) == (0, 0, 0, 0)
         assert store.calls == ["exists"]
