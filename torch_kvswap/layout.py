@@ -544,10 +544,13 @@ def _shifts(one: Slabs, other: Slabs) -> Int64Array:
     other_extent = (other.num_blocks - 1) * other.strides + other.sizes
     meet = (ahead < one_extent) & (-ahead < other_extent[:, None])
     same_stride = np.equal.outer(other.strides, one.strides)
-    # Slabs with interleaved blocks overlap as ranges, but share no byte.
+    # Slabs with interleaved blocks overlap as ranges, but share no byte. A block that begins inside
+    # one of the other slab may reach into the next one, too.
     blocks, offset = np.divmod(ahead, one.strides)
     inside = offset < one.sizes
     reaches_next = offset + other.sizes[:, None] > one.strides
-    shared = meet & (~same_stride | inside | reaches_next)
-    shift: Int64Array = np.where(same_stride, np.where(inside, blocks, blocks + 1), 1)[shared]
-    return shift
+    found = [np.ones(np.count_nonzero(meet & ~same_stride), np.int64)]
+    for shift, share in ((blocks, inside), (blocks + 1, reaches_next)):
+        exist = (-other.num_blocks < shift) & (shift < one.num_blocks)
+        found.append(shift[same_stride & share & exist])
+    return np.concatenate(found)

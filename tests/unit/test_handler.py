@@ -68,15 +68,6 @@ def test_jobs_and_results_describe_the_transfer(
     handler.close()
 
 
-def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
-    handler = make_handler(device)
-    handler.store(gpu_block_ids=[], page_ids=[])
-    handler.load(page_ids=[], gpu_block_ids=[])
-    handler.synchronize()
-    assert [(r.ok, r.nbytes) for r in handler.poll()] == [(True, 0), (True, 0)]
-    handler.close()
-
-
 @simulated
 def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
     handler = on_gpu(driver)
@@ -378,17 +369,6 @@ def test_a_handler_that_cannot_wait_keeps_memory(monkeypatch: pytest.MonkeyPatch
     assert handler_of_nobody() is None
     assert kept() is not None
     close()
-
-
-def test_an_unstored_page_is_loaded_as_is() -> None:
-    rows = torch.ones(4, 6)
-    layout = PagedLayout([rows])
-    with HostPool(layout, 2) as pool, OffloadHandler(layout, pool) as handler:
-        pool.pages[1].fill_(7)
-        handler.synchronize(handler.load(page_ids=[0, 1], gpu_block_ids=[2, 3]))
-        assert not rows[2].any()
-        assert rows[3].view(torch.uint8).unique().tolist() == [7]
-        assert rows[:2].eq(1).all()
 
 
 def test_a_poll_returns_what_memory_lacked_for() -> None:

@@ -107,13 +107,6 @@ def test_a_view_is_encoded_as_its_pool_is() -> None:
     assert view.view_for(Bf16Cache().layout).layout.sizes.tolist() == SIZES
 
 
-def test_a_view_of_encoded_pages_can_be_raw() -> None:
-    pool = HostPool(Bf16Cache().layout, 4, encoding="lossless")
-    view = pool.view_for(layout_of(torch.float32, 512), encoding="raw")
-    assert view.encoding == "raw"
-    assert view.layout.strides.tolist() == [pool.slot_bytes]
-
-
 def test_a_raw_pool_holds_larger_encoded_blocks() -> None:
     states = layout_of(torch.float32, BLOCK_BYTES // 4 - 256)
     pool = HostPool(states, 4)

@@ -57,16 +57,6 @@ def test_pages_have_the_asked_size_and_are_zero() -> None:
     assert not pool.is_pinned
 
 
-def test_slabs_of_a_block_lie_one_after_another() -> None:
-    tensors = [torch.zeros(4, width, dtype=torch.uint8) for width in (3, 8, 5)]
-    pool = HostPool(PagedLayout(tensors), num_pages=2, blocks_per_page=2)
-    start = pool.pages.data_ptr()
-    assert pool.layout.bases.tolist() == [start, start + 3, start + 11]
-    assert pool.layout.strides.tolist() == [16, 16, 16]
-    assert pool.layout.sizes.tolist() == [3, 8, 5]
-    assert (pool.layout.num_blocks, pool.layout.block_bytes) == (4, 16)
-
-
 def test_the_memory_goes_with_its_last_view() -> None:
     pool = HostPool(make_layout(), num_pages=100_000)
     view = pool.pages[0]
@@ -107,15 +97,6 @@ def test_more_than_the_machine_has_is_refused(
 NoRoomError: the pages need 6560000 bytes of host memory, of which 4194304 bytes are
 available (MemAvailable in /proc/meminfo); ask for fewer pages (num_pages=6393 fits), or
 end what uses the memory""",
-    )
-
-
-def test_background_pinning_is_refused_on_the_cpu() -> None:
-    assert_expected_inline(
-        error_text(HostPool, make_layout(), 1, pin_in_background=True),
-        """\
-ValueError: pin_in_background=True needs a cache on a device, this one is on cpu, where
-pages are not pinned; leave it out""",
     )
 
 

@@ -114,21 +114,6 @@ def test_holding_pages_without_use_changes_no_order(policy, is_use):
     assert [key for key in "acde" if not manager.lookup([key]).ready] == [gone]
 
 
-def test_arc_survives_sides_that_are_held():
-    manager, rng = BlockManager(8, eviction_policy="arc"), np.random.default_rng(5)
-    held = []
-    for _ in range(3000):
-        keys = rng.choice(30, 3, replace=False).tolist()
-        ready = manager.lookup(keys).ready
-        job = manager.prepare_load(keys[:ready]) if ready else manager.prepare_store(keys)
-        held += [job] if job else []
-        while len(held) > 2:
-            manager.complete(held.pop(int(rng.integers(len(held)))))
-    stats = manager.stats()
-    assert stats.hits > 100
-    assert stats.evicted > 100
-
-
 def test_arc_knows_nothing_of_stores_that_failed():
     manager = BlockManager(CAPACITY, eviction_policy="arc")
     for key in range(1000, 1000 + 2 * CAPACITY):

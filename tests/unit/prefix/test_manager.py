@@ -16,7 +16,6 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import in_child
 
 from torch_kvswap.prefix.block_groups import BlockGroup, unit_tokens
 from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, hash_key
@@ -147,23 +146,6 @@ def hybrid(pages=20):
 
 def keys_of(tokens):
     return [[(g, i) for i in range(tokens // size)] for g, size in enumerate((4, 2, 8))]
-
-
-def test_a_hit_needs_of_groups_what_follows():
-    manager = hybrid()
-    assert manager.unit_tokens == 8
-    full, window, state = keys_of(24)
-    store = manager.prepare_store([full, window[6:8], state[1:2]])
-    assert [places.tolist() for places in store.key_indices] == [list(range(6)), [0, 1], [0]]
-    manager.complete(store)
-    found = manager.lookup([full, window, state])
-    assert found == (2, 2, 0, 0)  # 16 tokens: the window and the state that end there are cached
-    needed = manager.needed_blocks(found.ready)
-    assert needed == [range(4), range(6, 8), range(1, 2)]
-    load = manager.prepare_load([full[:4], window[6:8], state[1:2]])
-    assert [len(pages) for pages in load.pages] == [4, 2, 1]
-    assert load.pages[0].tolist() == store.pages[0][:4].tolist()
-    assert load.pages[1].tolist() == store.pages[1].tolist()
 
 
 def test_a_prefix_ends_where_all_groups_are_ready():
@@ -340,19 +322,6 @@ TypeError: reservation is None; pass what prepare_load() or prepare_store() retu
 ValueError: reservation ~ has ended before, or is another manager's""",
     )
     manager.complete(held.lease)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_manager_is_refused_in_a_forked_child():
-    manager = BlockManager(2)
-
-    def is_refused():
-        with pytest.raises(RuntimeError, match="cannot be used in process"):
-            manager.lookup(["a"])
-        return True
-
-    assert in_child(is_refused) == 1
-    assert manager.lookup(["a"]).found == 0
 
 
 @pytest.mark.parametrize(("blocks", "resets"), [(50, False), (50, True), (1100, True)])

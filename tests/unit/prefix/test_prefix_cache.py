@@ -48,17 +48,6 @@ def test_groups_load_what_they_need(device: str) -> None:
         assert state.tensors[0][2:, 0].tolist() == [102, 101]
 
 
-def test_only_what_is_new_is_copied():
-    prefixes, _ = make()
-    with prefixes:
-        first = prefixes.store(["a", "b"], [1, 2]).job
-        prefixes.poll()
-        second = prefixes.store(["a", "b", "c"], [5, 6, 3]).job
-        assert second.nbytes == first.nbytes // 2
-        prefixes.poll()
-        assert prefixes.store(["a", "c"], [1, 3]).job is None
-
-
 def test_store_says_why_nothing_is_stored():
     def why(prefixes, keys):
         """What a store without a job says, and how many more stores were refused."""
@@ -377,42 +366,6 @@ def test_storing_during_pinning_on_a_gpu() -> None:
 def pinning_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("kvswap-pin")]
-
-
-@simulated
-def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host) as prefixes:
-        driver.fail("cuMemcpyBatchAsync")
-        prefixes.store(["a", "b"], [1, 3])
-        drain(prefixes)
-        assert [result.state for result in prefixes.poll()] == ["failed"]
-        assert prefixes.lookup(["a"]).found == 0
-        prefixes.store(["a", "b"], [1, 3])
-        drain(prefixes)
-        prefixes.poll()
-        assert prefixes.lookup(["a", "b"]).ready == 2
-        driver.fail("cuMemcpyBatchAsync")
-        prefixes.load(["a"], [5])
-        drain(prefixes)
-        assert [result.state for result in prefixes.poll()] == ["failed"]
-        assert prefixes.lookup(["a", "b"]).found == 0
-        assert prefixes.manager.stats().free_pages == host.num_pages - 1
-
-
-@simulated
-def test_blocks_of_a_cancelled_load_are_found(driver: Driver) -> None:
-    driver.set_mode("manual")
-    with PrefixCache(*cache(driver)) as prefixes:
-        prefixes.store(["a", "b"], [1, 3])
-        driver.run()
-        assert [result.state for result in prefixes.poll()] == ["done"]
-        assert prefixes.cancel(prefixes.load(["a", "b"], [5, 6]))
-        driver.set_mode("immediate")
-        drain(prefixes)
-        assert [result.state for result in prefixes.poll()] == ["cancelled"]
-        assert prefixes.lookup(["a", "b"]).ready == 2
-        assert prefixes.manager.stats().idle_pages == 2
 
 
 def test_submitting_and_collecting_threads_lose_no_job():
