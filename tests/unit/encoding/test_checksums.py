@@ -18,8 +18,6 @@ from torch_kvswap import (
     HostPool,
     OffloadHandler,
     PagedLayout,
-    PrefixCache,
-    PrefixHasher,
 )
 from torch_kvswap.encoding.slot import read_verify
 from torch_kvswap.reference import ReferenceHandler
@@ -116,26 +114,6 @@ BlocksRejectedError: load 1 failed: 2 of 3 blocks are not in their host pages (p
         assert job.result.rejected == (0, 1)
 
 
-def test_a_block_that_did_not_fit_is_rejected() -> None:
-    with EncodedCache(verify="load") as cache:
-        cache.spoil(1)
-        store = cache.store([0, 1], [0, 1])
-        load = cache.load([0, 1], [2, 3])
-        for job in (store, load):
-            assert job.result is not None
-            assert (type(job.result.error), job.result.rejected) == (BlocksRejectedError, (1,))
-        assert cache.is_same(2, cache.block(0))
-
-
-def test_an_undecodable_slot_is_corrupted() -> None:
-    with EncodedCache(verify="load") as cache, logged():
-        cache.store([0], [0])
-        cache.pools[0].pages[0, 0, :4] = 0  # the magic number
-        job = cache.load([0], [1])
-        with pytest.raises(CorruptedPageError):
-            job.synchronize()
-
-
 @pytest.mark.parametrize("slabs", [(8192,), (4096, 4096)])
 def test_a_page_of_another_group_is_corrupted(slabs: tuple[int, ...]) -> None:
     first, second = layout(4096, 4096), layout(*slabs)
@@ -148,20 +126,6 @@ def test_a_page_of_another_group_is_corrupted(slabs: tuple[int, ...]) -> None:
         handler.store(gpu_block_ids=[[], [0]], page_ids=[[], [1]]).synchronize()
         handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [2]]).synchronize()
     assert torch.equal(second.tensors[0][0], second.tensors[0][2])
-
-
-def test_layers_of_two_stores_are_corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = layout(3000, 512)
-    pool = HostPool(cache, 1, verify="load")
-    other = OffloadHandler(cache, pool)
-    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
-    with OffloadHandler(cache, pool) as handler, other, logged():
-        other.store(gpu_block_ids=[0], page_ids=[0]).synchronize()
-        job = handler.load(page_ids=[0], gpu_block_ids=[2], layer_groups=2)
-        job.wait(layer_group=0)
-        other.store(gpu_block_ids=[1], page_ids=[0]).synchronize()
-        with pytest.raises(CorruptedPageError, match="stored again while it was loaded"):
-            job.synchronize()
 
 
 def test_processes_that_share_a_pool_share_its_checksums() -> None:
@@ -178,28 +142,6 @@ def test_processes_that_share_a_pool_share_its_checksums() -> None:
         for each in (handler, other):
             with pytest.raises(CorruptedPageError):
                 each.load(page_ids=[5], gpu_block_ids=[2]).synchronize()
-
-
-def test_a_corrupted_page_ends_a_prefix() -> None:
-    cache = layout(3000, 512)
-    pool = HostPool(cache, 8, verify="load")
-    keys = PrefixHasher(model="m", dtype="uint8", block_tokens=1).keys([1, 2, 3])
-    with PrefixCache(cache, pool) as prefixes, logged():
-        prefixes.store(keys, [0, 1, 2])
-        prefixes.poll()
-        original = bytes(cache.tensors[0][1].numpy())
-        hit = next(
-            page for page in range(8) if bytes(pool.pages[page, 0, :3000].numpy()) == original
-        )
-        pool.pages[hit, 0, 100] ^= 1
-        load = prefixes.load(keys, [3, 4, 5])
-        (result,) = prefixes.poll()
-        assert (result.job_id, type(result.error)) == (load.id, CorruptedPageError)
-        assert prefixes.lookup(keys).ready == 1
-        prefixes.store(keys, [0, 1, 2])
-        prefixes.poll()
-        prefixes.load(keys, [3, 4, 5]).synchronize()
-    assert torch.equal(cache.tensors[1][:3], cache.tensors[1][3:])
 
 
 @pytest.mark.parametrize("is_late", [True, False])

@@ -10,7 +10,6 @@ import torch
 from bf16_cache import BLOCK_BYTES, SIZES, Bf16Cache
 from error_text import error_text
 from expecttest import assert_expected_inline
-from host_pools import through_a_socket
 from logged import logged
 from simulated_cache import needs_kernels
 from simulated_driver import Driver, place, simulated
@@ -137,20 +136,6 @@ from the layout with the largest slots""",
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
 torch.float32; pass encoding='raw' for this view""",
     )
-
-
-def test_another_process_loads_encoded_blocks() -> None:
-    cache, other = Bf16Cache(), Bf16Cache()
-    cache.fill(3, "outlier channels")
-    with HostPool(cache.layout, 4, 2, encoding="lossless", shared=True) as pool:
-        handle = through_a_socket(pool.share())
-        assert handle.encoding == "lossless"
-        with HostPool.attach(other.layout, handle) as attached:
-            assert attached.encoding == "lossless"
-            here, there = OffloadHandler(cache.layout, pool), OffloadHandler(other.layout, attached)
-            here.store(gpu_block_ids=[3], page_ids=[2], first_slot=1).synchronize()
-            there.load(page_ids=[2], gpu_block_ids=[7], first_slot=1).synchronize()
-            assert other.bytes_of(7) == cache.bytes_of(3)
 
 
 def test_a_process_with_another_cache_cannot_attach() -> None:

@@ -137,8 +137,8 @@ def test_writing_behind_the_end_is_caught(kind: str) -> None:
 def test_a_fork_has_zeros_of_its_own() -> None:
     mapped = Mapping(16 * MIB)
     mapped.tensor.fill_(7)
-    before = resident()
     zeros = bytes(mapped.nbytes)
+    before = resident()
     # No torch in the child: the threads of its operators are the parent's.
     assert in_child(lambda: ctypes.string_at(mapped.address, mapped.nbytes) == zeros) == 1
     with live_fork():

@@ -160,17 +160,6 @@ def test_encoded_blocks_fit_into_larger_cells() -> None:
     assert torch.equal(memory[4:], before[4:])
 
 
-def test_a_view_keeps_to_the_pools_bytes() -> None:
-    memory = torch.zeros(4, 2 * BLOCK, dtype=torch.uint8)
-    pool = HostPool.over(memory, cache(), page_bytes=2 * BLOCK)
-    smaller = cache(layers=1)
-    with OffloadHandler(smaller, pool.view_for(smaller)) as handler:
-        handler.store(gpu_block_ids=[1], page_ids=[2]).synchronize()
-    assert torch.equal(memory[2, :LAYER], block(smaller, 1))
-    with pytest.raises(ValueError, match=f"do not fit into slots of {BLOCK} bytes"):
-        pool.view_for(cache(layers=4))
-
-
 def test_a_store_below_takes_no_bytes_of_others() -> None:
     memory = torch.zeros(8 * PAGE, dtype=torch.uint8)
     pool = HostPool.over(memory, cache(), page_bytes=PAGE)

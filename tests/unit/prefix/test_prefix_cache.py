@@ -122,19 +122,6 @@ def test_after_is_checked_without_a_copy():
     ]
 
 
-def test_a_load_takes_blocks_beyond_the_prefix():
-    prefixes, tensor = make()
-    with prefixes:
-        prefixes.store(["a", "b", "c"], [1, 2, 3])
-        prefixes.poll()
-        with pytest.raises(
-            ValueError, match=r"pass one for each block of all keys, -1 for a block that is"
-        ):
-            prefixes.load(["a", "b", "c"], [7, 8], prefix=2)
-        prefixes.load(["a", "b", "c"], [7, 8, 9], prefix=2)
-        assert tensor[7:10, 0].tolist() == [1, 2, 9]
-
-
 def test_a_preemption_that_cannot_be_submitted_holds_nothing():
     prefixes, tensor = make()
     with prefixes:
