@@ -105,7 +105,7 @@ def test_holding_pages_without_use_changes_no_order(policy, is_use):
     manager = BlockManager(3, eviction_policy=policy)
     for key in "abc":
         manager.complete(manager.prepare_store([key]))
-    load = manager.prepare_load(["a"]) if is_use else manager._hold(["a"])
+    load = manager.prepare_load(["a"]) if is_use else manager._hold([["a"]])
     manager.complete(manager.prepare_store(["d"]))
     assert [manager.lookup([key]).ready for key in "abcd"] == [1, 0, 1, 1]
     manager.complete(load)
