@@ -229,8 +229,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     ``torch.inference_mode()``; outside of that mode such tensors cannot be written.
 
     Args:
-        src (Tensor): blocks along dimension 0, on any device whose tensors have memory. Blocks may
-            lie apart (padding, or K and V interleaved), but each is dense.
+        src (Tensor): blocks along dimension 0, on any device whose tensors have an address. Blocks
+            may lie apart (padding, or K and V interleaved), but each is dense.
         dst (Tensor): as src.
         block_size_in_bytes (int): bytes per block, equal on both sides.
         block_mapping (Tensor): int64 ``[n, 2]`` on the CPU; block ``block_mapping[i, 0]`` of
@@ -339,7 +339,7 @@ def expand_block_ids(
     result is written on the current stream, and negative ids are not detected.
 
     Args:
-        block_ids (Tensor): int64 ``[n]`` on any device whose tensors have memory.
+        block_ids (Tensor): int64 ``[n]`` on any device whose tensors have an address.
         block_size_factor (int): small blocks per large block, 1 or more.
         skip_count (int): number of leading ids to leave out, for a chunk that starts inside a large
             block.

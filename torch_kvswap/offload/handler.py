@@ -299,7 +299,7 @@ class OffloadHandler(NotCopyable):
         after: After = None,
         tag: object = None,
     ) -> Job:
-        """Copies blocks of the cache to host pages.
+        """Copies blocks of the cache to host pages. All arguments must be named.
 
         In a pool with encoding="lossless", a block that does not fit into its slot is rejected: the
         job fails with a BlocksRejectedError, and all other blocks are stored (Result.rejected).
@@ -358,7 +358,8 @@ class OffloadHandler(NotCopyable):
         expedited: bool = False,
         tag: object = None,
     ) -> Job:
-        """Copies host pages to blocks of the cache: store() in the other direction.
+        """Copies host pages to blocks of the cache: store() in the other direction. All arguments
+        must be named.
 
         Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
         stream. A load fails if the store into one of its pages failed or was cancelled: such a page

@@ -130,7 +130,7 @@ class PrefixCache(NotCopyable):
     """Keeps the blocks of prompts in host memory, and finds them again by their tokens.
 
     Combines a BlockManager with an OffloadHandler of its own. A key stands for the contents of one
-    page, that is, of `blocks_per_page` GPU blocks. Keys are those of a BlockManager, but not int:
+    page, that is, of `blocks_per_page` GPU blocks. Keys are what a BlockManager takes, except int:
     otherwise a list of tokens could be mistaken for keys. A prefix cache assigns all pages of its
     pools: they take no other handler until it is closed or dropped. Pools may be pinned in the
     background; pages are used as soon as they are ready.

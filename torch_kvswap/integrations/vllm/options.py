@@ -56,7 +56,7 @@ class SpecOptions:
     Attributes:
         cpu_bytes_to_use (int): host memory of all workers together, in bytes; 0 with host_server.
         eviction_policy (str): "lru" or "arc".
-        store_threshold (int): number of times that a chunk is offered before it is stored.
+        store_threshold (int): a chunk is stored when this many requests have contained it.
         copy_method, staging_bytes: see OffloadHandler.
         encoding, verify, pin_in_background: see HostPool.
         host_server (str | None): the socket of a server that has the host memory.
