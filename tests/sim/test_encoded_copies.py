@@ -78,26 +78,6 @@ def test_random_jobs_leave_the_bits_of_a_model(
 # Order.
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("method", METHODS)
-@needs_kernels
-@simulated
-def test_a_store_encodes_what_its_stream_has_written(
-    driver: Driver, method: str, waits: bool
-) -> None:
-    driver.set_stream(0, CURRENT)
-    with EncodedCache(driver, copy_method=method) as cache:
-        hold = driver.hold(CURRENT)
-        job = cache.store([1], [0], after=None if waits else ())
-        driver.run()
-        assert job.query() is not waits
-        cache.clear(1)  # what the stream writes last
-        driver.release(hold)
-        finish(cache, job)
-        finish(cache, cache.load([0], [2]))
-        assert cache.is_same(2, cache.block(1)) is waits
-
-
 @needs_kernels
 @simulated
 def test_two_encoding_stores_share_no_counters(driver: Driver) -> None:

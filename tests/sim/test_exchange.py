@@ -164,21 +164,6 @@ def test_other_loads_keep_the_own_link(driver: Driver, count: int, options: Any)
 @pytest.mark.parametrize("late", [0, 1])
 @needs_kernels
 @simulated
-def test_a_ring_waits_for_ranks_that_unpack_late(driver: Driver, late: int) -> None:
-    """Loads of many more pieces than a ring has places."""
-    with Ranks(driver) as group:
-        hold = driver.hold(kernels_of(group, late))
-        jobs = group.load_all(LARGE[::-1], LARGE)
-        driver.run()
-        assert not any(job.query() for job in jobs)
-        driver.release(hold)
-        group.finish(*jobs)
-        assert group.is_right()
-
-
-@pytest.mark.parametrize("late", [0, 1])
-@needs_kernels
-@simulated
 def test_exchanged_loads_start_after_the_stream(driver: Driver, late: int) -> None:
     with Ranks(driver) as group, driver.on(late):
         stream = driver.cuda.create_stream()
@@ -325,6 +310,20 @@ def test_a_rank_that_loads_nothing_fails_the_load(driver: Driver) -> None:
     with Ranks(driver, deadline=SHORT) as group:
         job = group.load(0, LARGE, LARGE)
         expect_failure(group, job, says="rank 0 has waited too long for the others")
+
+
+@needs_kernels
+@simulated
+def test_a_failed_load_ends_after_its_own_copies(driver: Driver) -> None:
+    with Ranks(driver, deadline=SHORT) as group:
+        driver.set_link(0, slowness=0)
+        job = group.load(0, LARGE[:8], LARGE[:8])  # all pieces fit into the rings
+        assert in_time(lambda: driver.run() >= 0 and "wait for a value" not in driver.pending())
+        assert not job.query()
+        driver.set_link(0, slowness=1)
+        group.finish(job)
+        assert job.result is not None
+        assert not job.result.ok
 
 
 @pytest.mark.parametrize("other", [[*LARGE[1:], 0], LARGE[:20], [*LARGE, 0, 1]], ids=len)

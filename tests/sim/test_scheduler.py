@@ -138,18 +138,6 @@ def test_loads_by_layer_groups_are_not_joined(driver: Driver) -> None:
 
 
 @simulated
-def test_jobs_that_write_one_page_are_not_joined(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, early = queue_up(sim, "store")
-        for block in (1, 2):
-            sim.store(block, 5)
-        sim.release(hold)
-        assert set(states(sim.finish())) == {"done"}
-        assert sim.metrics("store").transfers == len(early) + 1
-        assert sim.is_right()
-
-
-@simulated
 def test_a_job_that_must_wait_is_not_joined(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, "store")
