@@ -37,10 +37,6 @@ class RandomEngine:
         self.how["transfer"] = {"kv_load_failure_policy": chosen.choice(["recompute", "fail"])}
         self.how |= {"blocks": chosen.choice([28, 40]), "batched": chosen.choice([32, 64, 256])}
         self.how |= {"pages": chosen.choice([24, 64, 160]), "extra": {}, **KINDS[kind]}
-        if has_tiers and "match_unit" in self.how:
-            self.how["pages"] = (
-                1000  # vLLM's tiers evict chunks between their lookup and their load
-            )
         self.has_tiers, self.spoils = has_tiers, spoils
         self.rate = 1.0 if spoils else chosen.choice([0, 0.1, 0.5])
         if not has_tiers:

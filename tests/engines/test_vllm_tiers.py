@@ -173,13 +173,21 @@ def test_a_reset_stores_no_reused_blocks(folder, has_tier):
 
 
 @pytest.mark.parametrize(
-    ("most", "resets", "stores"),
-    [(None, False, 3), (None, True, 0), (33, False, 2), (0, False, 0)],
-    ids=["control", "reset", "limit", "limit of 0"],
+    ("most", "resets", "has_tier", "stores"),
+    [
+        (None, False, False, 3),  # the control
+        (None, True, False, 0),
+        (33, False, False, 2),
+        (0, False, False, 0),
+        (None, False, True, 2),
+    ],
+    ids=["control", "reset", "limit", "limit of 0", "tier"],
 )
-def test_a_stopped_request_stores_no_partial_block(folder, most, resets, stores):
+def test_who_may_store_no_part_of_a_block(folder, caplog, most, resets, has_tier, stores):
     """Prefixes may end inside a block of states, which vLLM stores before others write to it."""
-    with serving(folder, states=True, match_unit=BLOCK // 2) as engine:
+    caplog.set_level("INFO", "torch_kvswap")
+    extra = tier(folder) if has_tier else {}
+    with serving(folder, states=True, match_unit=BLOCK // 2, extra=extra) as engine:
         engine.add("one", prompt(1, 2 * BLOCK + 13), 8, {"max_offload_tokens": most})
         seen = Faults(engine, never).seen
         engine.step()
@@ -187,6 +195,7 @@ def test_a_stopped_request_stores_no_partial_block(folder, most, resets, stores)
             assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "a request runs"
         engine.run()
         assert seen["store"] == stores
+    assert ("secondary_tiers keep whole blocks only" in caplog.text) == has_tier
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])

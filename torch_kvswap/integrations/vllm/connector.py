@@ -225,13 +225,18 @@ class SchedulerPart(OffloadingConnectorScheduler):
         kv_cache_config: Any,
         loads_in_step: bool,
     ) -> None:
+        self.config: Any
         super().__init__(spec, vllm_config, kv_cache_config)
         self._loads_in_step = loads_in_step
-        self._failed_stores: dict[int, Any] = {}  # keys of jobs that some worker has not ended yet
+        self._failed_keys: set[Any] = set()  # of stores that some worker has not ended yet
         is_ours = isinstance(self.manager, HostManager)
         if not is_ours:
             self._complete_store = self.manager.complete_store
             self.manager.complete_store = self._end_store
+            # Looking for a part of a block, vLLM's tiers evict the whole ones that it has found.
+            if self.config.supports_partial_tail:
+                _log.info("the host and its secondary_tiers keep whole blocks only")
+                self.config = self.config._replace(supports_partial_tail=False)
         windows = [group.sliding_window_size_in_chunks for group in self.config.kv_group_configs]
         self._has_one_source = is_ours and windows == [None]
         self._failures = Counter[tuple[str, str]]()  # since get_stats()
@@ -246,7 +251,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
         # Requests that have not started again since a reset, and how many tokens they may store.
         self._stopped_stores: dict[str, int | None] = {}
         self.kv_cache_manager: Any = None
-        self.config: Any
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **options: Any
@@ -319,7 +323,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             if isinstance(self.manager, HostManager):
                 self.manager.fail_pages(failure.pages)
             elif job.is_store:
-                self._failed_stores[failure.number] = job.keys
+                self._failed_keys |= job.keys
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
                 self._failed_loads[job.req_id] = status.req.num_preemptions
@@ -330,8 +334,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
             self._forget_computed()
         super().update_connector_output(connector_output)
         self._in_step &= self._jobs.keys()
-        for number in self._failed_stores.keys() - self._jobs.keys():
-            del self._failed_stores[number]
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """As vLLM's, with the jobs that have failed."""
@@ -343,8 +345,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
         return stats
 
     def _end_store(self, keys: Any, req_context: Any, success: bool = True) -> None:
-        """complete_store() of vLLM's tiers, which vLLM's code calls with the keys of a job."""
-        has_failed = any(keys is failed for failed in self._failed_stores.values())
+        """complete_store() of vLLM's tiers: fails the stores of which a worker has failed."""
+        has_failed = not self._failed_keys.isdisjoint(keys)
+        self._failed_keys.difference_update(keys)
         self._complete_store(keys, req_context, success and not has_failed)
 
     def reset_cache(self) -> None:
@@ -352,6 +355,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         of running requests from the first one on, although blocks that have left a sliding window
         were given to other requests."""
         super().reset_cache()
+        self._failed_keys.clear()
         for name, status in self._req_status.items():
             self._stopped_stores.setdefault(name, status.max_offload_tokens)
             status.max_offload_tokens = 0
