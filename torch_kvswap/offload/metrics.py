@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +31,6 @@ class Histogram:
     def count(self) -> int:
         """Number of durations."""
         return sum(self.counts)
-
-    @property
-    def mean(self) -> float:
-        """Mean duration in seconds; NaN without durations."""
-        return self.sum / self.count if self.count else math.nan
 
 
 @dataclass(frozen=True)
