@@ -114,7 +114,7 @@ class PagedLayout(Slabs):
                     raise TypeError(f"tensors has the key {name!r}; its keys must be names")
         self.tensors = tuple(tensors)
         if not self.tensors:
-            raise ValueError("a layout needs at least one tensor; the list is empty")
+            raise ValueError("tensors is empty; a layout needs at least one tensor")
         is_chosen = block_dim is not None
         block_dim = read_int("block_dim", block_dim, INT64_MIN) if block_dim is not None else 0
         places = self.names or range(len(self.tensors))

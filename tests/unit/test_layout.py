@@ -77,7 +77,7 @@ def test_tensors_that_make_no_layout_are_refused() -> None:
     assert_expected_inline(
         "\n".join(errors),
         """\
-ValueError: a layout needs at least one tensor; the list is empty
+ValueError: tensors is empty; a layout needs at least one tensor
 ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no
 dimension block_dim=2; name the dimension that counts blocks, 0 to 1
 ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no

@@ -105,7 +105,9 @@ def listen(path: str) -> tuple[socket.socket, int]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RuntimeError(f"another server has the socket {path}") from error
+            raise RuntimeError(
+                f"another server has the socket {path}; stop it, or pass another path"
+            ) from error
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(path)
             if not stat.S_ISSOCK(status.st_mode):

@@ -22,8 +22,8 @@ _OF_URLS = {"valkey": ValkeyStore, "mooncake": MooncakeStore}
 def without_store(options: Sequence[str]) -> ValueError:
     """The error for options of a store where `below` names none."""
     return ValueError(
-        f"{' and '.join(options)} without below, which is the store: pass below='file:PATH' or "
-        "another one, or leave it out"
+        f"{' and '.join(options)} without below: name a store, such as below='file:PATH', or leave "
+        f"out {' and '.join(options)}"
     )
 
 

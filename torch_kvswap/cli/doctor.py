@@ -50,7 +50,8 @@ def _driver() -> Finding:
 def _kernels() -> Finding:
     runtime, driver = native.kernel_version(), native.driver_version()
     if not runtime:
-        return Finding(f"none: built without nvcc, {WITHOUT_KERNELS}", is_fault=driver > 0)
+        remedy = "install nvcc 12.0 or newer and build again"
+        return Finding(f"none: built without nvcc, {WITHOUT_KERNELS}; {remedy}", driver > 0)
     text = f"built with {_release(runtime)}"
     if not driver or driver // 1000 >= runtime // 1000:
         return Finding(text)
@@ -104,12 +105,15 @@ def report() -> dict[str, Finding]:
     """What the installation has, by topic."""
     cuda, hip = torch.version.cuda, torch.version.hip
     platform = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "without CUDA"
-    gpus = count_of(torch.cuda.device_count(), "GPU")
+    gpus, count = _gpus(), torch.cuda.device_count()
+    pytorch = f"{torch.__version__} ({platform}), {count_of(count, 'GPU')}"
+    if is_unable := bool(gpus) and not count:
+        pytorch += "; for the GPUs below install a build with CUDA, or check CUDA_VISIBLE_DEVICES"
     return {
         "library": Finding(str(native.__file__)),
-        "PyTorch": Finding(f"{torch.__version__} ({platform}), {gpus}"),
+        "PyTorch": Finding(pytorch, is_unable),
         "CUDA driver": _driver(),
-        **_gpus(),
+        **gpus,
         "CUDA kernels": _kernels(),
         "host memory": Finding(_host_memory()),
         "vLLM": _engine("vllm", partial(is_tested, "vllm"), TESTED["vllm"]),

@@ -631,7 +631,9 @@ class PrefixCache(NotCopyable):
         """
         if self._below is None:
             if isinstance(self.manager, RemoteManager):
-                raise RuntimeError("a server has its own second tier, and does not count here")
+                raise RuntimeError(
+                    "below_stats() is not available with a server, which has the second tier"
+                )
             raise RuntimeError("this prefix cache has no second tier; make it with `below=`")
         return self._below.stats()
 

@@ -55,8 +55,8 @@ def encode(value: Hashable) -> bytes:
         kind, content = b"f", struct.pack("<d", value)
     else:
         raise TypeError(
-            f"a key, or a part of one, is of type {type(value).__name__}; "
-            "make it of None, bool, int, float, str, bytes and tuples of them"
+            f"{kind_of(value)} cannot be part of a key; use None, bool, int, float, str, bytes and "
+            "tuples of them"
         )
     return kind + len(content).to_bytes(8, "little") + content
 

@@ -39,6 +39,7 @@ def test_a_fault_has_remedy_and_exit_code(
     own = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     write(tmp_path, "sys/devices/system/node/node0/cpulist", f"{own}\n")
     monkeypatch.setattr(system, "ROOT", tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert doctor.main([]) == 1
     assert (
         "GPU 0000:01:00.0: FAULT: Imaginary, NUMA node 1, 8 of 16 PCIe lanes; this process may not "
@@ -47,6 +48,11 @@ def test_a_fault_has_remedy_and_exit_code(
     write(tmp_path, f"{gpu}/current_link_width", "16\n")
     write(tmp_path, f"{gpu}/numa_node", "0\n")
     assert doctor.main([]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert doctor.main([]) == 1
+    assert "(without CUDA), 0 GPUs; for the GPUs below install a build" in capsys.readouterr().out
 
 
 def test_what_limits_host_memory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

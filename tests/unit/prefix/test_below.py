@@ -902,8 +902,8 @@ ValueError: below is 'file://host/pages', but a PATH has neither ~ nor a host; p
 
 ValueError: below_model is '', which has no name; name the model and its revision
 
-ValueError: below_model and below_policy without below, which is the store: pass
-below='file:PATH' or another one, or leave it out
+ValueError: below_model and below_policy without below: name a store, such as
+below='file:PATH', or leave out below_model and below_policy
 
 ValueError: the pool has a part of each page for 2 ranks, but a second tier needs whole
 pages; make the pool without part""",

@@ -248,8 +248,8 @@ types must not have equal keys
 ValueError: block_tokens is 4294967296; it must be 1 to 4294967295
 TypeError: group is a str; it must be an integer
 TypeError: salt is an int; it must be a str, bytes or None
-TypeError: adapter: a key, or a part of one, is of type list; make it of None, bool,
-int, float, str, bytes and tuples of them""",
+TypeError: adapter: a list cannot be part of a key; use None, bool, int, float, str,
+bytes and tuples of them""",
     )
 
 

@@ -304,8 +304,8 @@ ValueError: num_ready_pages is 4; the groups have [4, 4] pages
 ValueError: num_ready_pages of group 1 is -1; it must be 0 to 4
 ValueError: keys has 3 bytes, but a key has 32; pass keys in a row, or a list of keys
 TypeError: keys is a str; pass keys of a PrefixHasher, or a list of keys
-TypeError: keys[0]: a key, or a part of one, is of type array; make it of None, bool,
-int, float, str, bytes and tuples of them
+TypeError: keys[0]: an array cannot be part of a key; use None, bool, int, float, str,
+bytes and tuples of them
 TypeError: keys is None; pass a list with an item for each group
 ValueError: keys has 1 item for 2 groups; pass one for each group, an empty one for a
 group without blocks

@@ -549,5 +549,5 @@ def test_more_memory_than_the_machine_has_is_refused(
 
 
 def test_below_policy_of_a_server_needs_below(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^below_policy without below, which is the store"):
+    with pytest.raises(ValueError, match=r"^below_policy without below: name a store, such"):
         PageServer(str(tmp_path / "socket"), 1, below_policy="all")

@@ -360,7 +360,9 @@ def test_a_second_server_is_refused(path: str, capsys: pytest.CaptureFixture[str
         with pytest.raises(RuntimeError, match="another server has the socket /"):
             PageServer(path, PAGE_BYTES)
         assert serve.main(["--socket", path, "--memory", "1GiB"]) == 1
-        assert capsys.readouterr().err == f"another server has the socket {path}\n"
+        assert capsys.readouterr().err == (
+            f"another server has the socket {path}; stop it, or pass another path\n"
+        )
         assert engine.load("abcd") == 4
     with serving(path), ServedEngine(path) as engine:  # the first one was killed
         assert engine.find("abcd").found == 0

@@ -227,9 +227,9 @@ class _HostLayers:
             raise RuntimeError("the HostCache is closed; make another one")
         if layer != self.step % self.layers:
             raise RuntimeError(
-                f"layer {layer} of those with full attention comes after layer "
-                f"{(self.step - 1) % self.layers}: a forward pass did not end, or the HostCache "
-                "has another model's config; reset() it, or make another one"
+                f"full-attention layer {layer} follows layer {(self.step - 1) % self.layers}: a "
+                "forward pass did not end, or the HostCache has another model's config; reset() "
+                "it, or make another one"
             )
         if self.lengths[layer] + tokens > self.max_tokens:
             raise ValueError(
