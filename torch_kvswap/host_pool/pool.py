@@ -422,7 +422,7 @@ class HostPool(NotCopyable):
 
         Args:
             layout (PagedLayout): the other group, whose slots are not larger than this pool's.
-            encoding (str | None): the encoding of its blocks; None is that of the pool. They have
+            encoding (str | None): the encoding of its blocks; None keeps the pool's. They have
                 checksums if the pool has.
 
         Raises:

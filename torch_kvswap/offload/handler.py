@@ -179,8 +179,8 @@ class OffloadHandler(NotCopyable):
 
     Args:
         gpu (PagedLayout | Sequence[PagedLayout]): the cache.
-        host (HostPool | Sequence[HostPool]): the host pages; each pool was made for blocks
-            like those of its layout.
+        host (HostPool | Sequence[HostPool]): the host pages: one pool per layout, made for equal
+            blocks.
         copy_method (str | None): "auto" chooses a method for each transfer by its size and layout.
             "copy_engines" chooses among the methods without kernels: see docs/copy_methods.md.
             "strided", "batch", "staged" and "kernel" force a method that the device must have; a
@@ -396,7 +396,7 @@ class OffloadHandler(NotCopyable):
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
 
         Wait for these jobs before you write the blocks. Each call makes new Job objects, which are
-        equal to those of store() and load().
+        equal to what store() and load() have returned.
 
         Args:
             gpu_block_ids: as in store(); -1 means no block.

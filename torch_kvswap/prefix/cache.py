@@ -142,7 +142,7 @@ class PrefixCache(NotCopyable):
     Args:
         gpu, host: the cache and its host pools; see OffloadHandler.
         groups (Sequence[BlockGroup] | None): for a list of layouts, one BlockGroup per layout;
-            num_pages must be that of the pool.
+            num_pages must be the pool's.
         eviction_policy: see BlockManager.
         copy_method, staging_bytes, relays: see OffloadHandler.
         below (str | os.PathLike | PageStore | None): a second tier, which other processes may

@@ -80,7 +80,7 @@ class PrefixKeys(Sequence[bytes]):
 
     Attributes:
         joined (bytes): all keys in a row, KEY_BYTES each.
-        block_tokens (int): tokens per key, those of the hasher.
+        block_tokens (int): tokens per key.
     """
 
     joined: bytes
@@ -123,8 +123,7 @@ class PrefixHasher:
     Args:
         model (str): the model; add its revision if it can change.
         dtype (str): dtype of the cached values, e.g. "bfloat16".
-        block_tokens (int): tokens per key; for a PrefixCache, those of the blocks_per_page GPU
-            blocks of a page.
+        block_tokens (int): tokens per key; for a PrefixCache, the tokens of all blocks of a page.
         adapter (Hashable): the LoRA adapter; None for none.
         salt (str | bytes | None): separates tenants: prompts with different salts never share a
             block.

@@ -127,9 +127,9 @@ class BlockManager(NotCopyable, native.BlockManager):
     reservation must be ended after its copy, even after reset().
 
     A key stands for the contents of a block, and the caller guarantees that they match. The keys of
-    a prompt are those of a PrefixHasher, or a list of keys made of None, bool, int, float, str,
-    bytes and tuples of them, or bytes with keys of 32 bytes in a row (PrefixKeys.joined). A block
-    is only used together with the blocks before it.
+    a prompt come from a PrefixHasher; or are a list of None, bool, int, float, str, bytes and
+    tuples of them; or bytes that hold keys of 32 bytes one after another (PrefixKeys.joined). A
+    block is only used together with the blocks before it.
 
     A manager needs no close(). It cannot be copied or pickled, and raises RuntimeError in a forked
     child.
