@@ -14,7 +14,7 @@ from report import write_json
 
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

@@ -327,7 +327,7 @@ void CopyPlanner::check_forced_method() const {
     // The method of host memory cannot be asked for.
     if (method != CopyMethod::kHost) choices.push_back(copy_method_name(method));
   }
-  fail<ValueError>(options_.copy_method_setting, " is no copy method of ", device_.name(),
+  fail<ValueError>(options_.copy_method_setting, " cannot be used with ", device_.name(),
                    "; it must be ", one_of(choices));
 }
 

@@ -101,7 +101,7 @@ void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& 
   check_pages(names, pages, num_pages, group);
   if (first_slot < 0 || first_slot >= per_page) {
     fail<ValueError>(names.list("first_slot"), "=", first_slot,
-                     " is no slot of the first page: with blocks_per_page=", per_page,
+                     " is not a slot of the first page: with blocks_per_page=", per_page,
                      " a page has ",
                      per_page == 1 ? "slot 0 only" : "slots 0 to " + std::to_string(per_page - 1));
   }

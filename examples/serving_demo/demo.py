@@ -29,7 +29,7 @@ Encoding = Literal["raw", "lossless"]
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

@@ -350,8 +350,8 @@ def test_a_state_is_found_at_its_own_length() -> None:
     ("options", "message"),
     [
         ({"host_byte": 1}, "has host_byte; did you mean host_bytes"),
-        ({"host_bytes": None}, "host_bytes is None; set an integer from 1536 on"),
-        ({"host_bytes": 1000}, "host_bytes is 1000; set an integer from 1536 on"),
+        ({"host_bytes": None}, "host_bytes is None; it must be an integer, 1536 or more"),
+        ({"host_bytes": 1000}, "host_bytes is 1000; it must be an integer, 1536 or more"),
         ({"encoding": "zip"}, "encoding is 'zip'; it must be 'raw' or 'lossless'"),
         ({"verify": "yes"}, "verify is 'yes'; it must be 'off' or 'load'"),
         ({"below": "s3://pages"}, "below is a store of the kind 's3'"),

@@ -46,7 +46,7 @@ def test_our_options_are_read_and_vllms_left():
         ({"x": 1}, "x is 1; KVSwapConnector does not know it; the options are cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": math.inf}, "cpu_bytes_to_use is inf; it must be a whole number"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use is True; it must be a whole number"),
-        ({"staging_bytes": 1.5}, "staging_bytes is 1.5; it must be a whole number from 0 on"),
+        ({"staging_bytes": 1.5}, "staging_bytes is 1.5; it must be a whole number, 0 or more"),
         ({"eviction_policy": "mru"}, "eviction_policy is 'mru'; it must be 'lru' or 'arc'"),
         ({"copy_method": 3}, "copy_method is 3; it must be 'auto', 'copy_engines', 'batch',"),
         ({"encoding": "zstd"}, "encoding is 'zstd'; it must be 'raw' or"),
@@ -67,7 +67,7 @@ def test_our_options_are_read_and_vllms_left():
         (TIERS | {"encoding": "lossless"}, "vLLM's secondary_tiers do not have it; leave it out"),
         (TIERS | {"verify": "load"}, "vLLM's secondary_tiers do not have it; leave it out"),
         (TIERS | {"pin_in_background": True}, "vLLM's secondary_tiers do not have it; leave it"),
-        (TIERS | {"staging_bytes": -1}, "staging_bytes is -1; it must be a whole number from 0"),
+        (TIERS | {"staging_bytes": -1}, "staging_bytes is -1; it must be a whole number, 0"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(wrong, said):

@@ -97,11 +97,11 @@ def test_a_method_that_the_device_lacks_is_refused(
     layout = PagedLayout([torch.zeros(4, 8)])
     argument = copy_method if given == "argument" else None
     monkeypatch.setenv("KVSWAP_COPY_METHOD", "auto" if argument else copy_method)
-    with pytest.raises(ValueError, match="is no copy method") as refusal:
+    with pytest.raises(ValueError, match="cannot be used with") as refusal:
         OffloadHandler(layout, HostPool(layout, 2), copy_method=argument)
     assert str(refusal.value) == (
-        f"{'copy_method' if argument else 'KVSWAP_COPY_METHOD'}='{copy_method}' is no copy method "
-        "of host memory; it must be 'auto' or 'copy_engines'"
+        f"{'copy_method' if argument else 'KVSWAP_COPY_METHOD'}='{copy_method}' cannot be used "
+        "with host memory; it must be 'auto' or 'copy_engines'"
     )
     OffloadHandler(layout, HostPool(layout, 2), copy_method="auto").close()
 

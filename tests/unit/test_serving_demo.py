@@ -63,7 +63,7 @@ def test_demos_on_one_server_reuse_more(tmp_path, capsys):
     [
         ("--device", "meta", "the demo runs on cpu and cuda, not on meta"),
         ("--device", "gpu", "the demo runs on cpu and cuda, not on gpu"),
-        ("--requests", "0", "'0' is no whole number from 1 on"),
+        ("--requests", "0", "'0' is not a positive integer"),
     ],
 )
 def test_a_wrong_argument_is_named(option, value, why, capsys):

@@ -54,7 +54,7 @@ class FileStore(PageStore):
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
         except OSError as error:
-            text = f"below is no folder and cannot be made one: {error.strerror}"
+            text = f"below cannot be used as a folder: {error.strerror}"
             raise OSError(error.errno, text, path) from error
         with self._folder() as folder:
             self._remove_unfinished(folder)

@@ -35,7 +35,7 @@ class MooncakeStore(PageStore):
 
     def __init__(self, url: str) -> None:
         is_no_url = (
-            "below is no URL of a Mooncake master: {why}; pass 'mooncake://HOST' or "
+            "below is not the URL of a Mooncake master: {why}; pass 'mooncake://HOST' or "
             "'mooncake://HOST:PORT'"
         )
         parts, self._address = split_url(url, "mooncake", _PORT, is_no_url)

@@ -65,7 +65,7 @@ def split_url(
     try:
         port = parts.port or default_port
     except ValueError:
-        raise ValueError(is_no_url.format(why="its port is no port number")) from None
+        raise ValueError(is_no_url.format(why="its port is not a number up to 65535")) from None
     if parts.scheme != scheme or not parts.hostname:
         raise ValueError(is_no_url.format(why="it names no host"))
     if parts.path or parts.query or parts.fragment:

@@ -32,7 +32,7 @@ class ValkeyStore(PageStore):
 
     def __init__(self, url: str) -> None:
         is_no_url = (
-            "below is no URL of a Valkey server: {why}; pass 'valkey://HOST:PORT' or "
+            "below is not the URL of a Valkey server: {why}; pass 'valkey://HOST:PORT' or "
             "'valkey://USER:PASSWORD@HOST:PORT'"
         )
         parts, self._address = split_url(url, "valkey", _PORT, is_no_url)

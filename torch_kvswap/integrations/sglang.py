@@ -111,7 +111,8 @@ class KVSwapLinker(UnifiedCacheLinker):
         least = -(-whole // min(blocks))
         if not isinstance(size, int) or size < least:
             raise ValueError(
-                f"linker_extra_config: host_bytes is {size!r}; set an integer from {least} on"
+                f"linker_extra_config: host_bytes is {size!r}; it must be an integer, "
+                f"{least} or more"
             )
         pages = [count * size // whole for count in blocks]  # in the proportions on the GPU
         groups = list[BlockGroup]()

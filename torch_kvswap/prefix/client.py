@@ -700,7 +700,7 @@ def connect_to(path: str) -> tuple[socket.socket, int, float]:
     """
     rendezvous.check_path(path)
     if os.path.exists(path) and not stat.S_ISSOCK(os.stat(path).st_mode):
-        raise ConnectionError(f"{path} is no socket; pass the --socket of a server")
+        raise ConnectionError(f"{path} is not a socket; pass the --socket of a server")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(JOINING)

@@ -59,9 +59,9 @@ ValueError: page_ids has 1 page of 2 blocks; for 2 blocks from first_slot=1 on, 
 pages
 ValueError: page_ids has 2 pages of 2 blocks; for 2 blocks from first_slot=0 on, pass 1
 page
-ValueError: first_slot=2 is no slot of the first page: with blocks_per_page=2 a page has
-slots 0 to 1
-ValueError: first_slot=-1 is no slot of the first page: with blocks_per_page=2 a page
+ValueError: first_slot=2 is not a slot of the first page: with blocks_per_page=2 a page
+has slots 0 to 1
+ValueError: first_slot=-1 is not a slot of the first page: with blocks_per_page=2 a page
 has slots 0 to 1
 TypeError: first_slot is a float; it must be an integer
 ValueError: layer_groups is 0; it must be 1
@@ -102,8 +102,8 @@ ValueError: gpu_block_ids has 1 item for 2 groups; pass one for each group, an e
 for a group without blocks
 TypeError: gpu_block_ids[1] is an int; this handler has 2 groups: pass a list, numpy
 array or CPU tensor for each
-ValueError: first_slot[1]=1 is no slot of the first page: with blocks_per_page=1 a page
-has slot 0 only
+ValueError: first_slot[1]=1 is not a slot of the first page: with blocks_per_page=1 a
+page has slot 0 only
 ValueError: first_slot has length 1; this handler has 2 groups: pass a number for each,
 or one for all""",
     )

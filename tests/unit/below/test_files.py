@@ -291,5 +291,5 @@ def test_a_new_folder_is_private(store: FileStore) -> None:
 
 def test_a_file_instead_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"below is no folder and cannot be made one: .*/file"):
+    with pytest.raises(OSError, match=r"below cannot be used as a folder: .*/file"):
         FileStore(str(tmp_path / "file"))

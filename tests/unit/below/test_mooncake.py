@@ -120,7 +120,9 @@ def can_put(store: MooncakeStore, key: str) -> bool:
     ],
 )
 def test_urls_that_name_no_master_are_refused(url: str) -> None:
-    assert error_text(MooncakeStore, url).startswith("ValueError: below is no URL of a Mooncake")
+    assert error_text(MooncakeStore, url).startswith(
+        "ValueError: below is not the URL of a Mooncake"
+    )
     assert "secret" not in error_text(MooncakeStore, url)
 
 

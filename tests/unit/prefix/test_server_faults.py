@@ -379,7 +379,9 @@ def test_other_files_are_left_alone(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not a socket"):
         PageServer(str(tmp_path / "file"), PAGE_BYTES)
-    with pytest.raises(ConnectionError, match=r"file is no socket; pass the --socket of a server"):
+    with pytest.raises(
+        ConnectionError, match=r"file is not a socket; pass the --socket of a server"
+    ):
         ServedEngine(str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
 

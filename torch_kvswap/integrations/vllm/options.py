@@ -134,5 +134,5 @@ def _why_not(name: str, value: Any, config: Mapping[str, Any]) -> str:
         if not (is_number and math.isfinite(value) and value >= _LEAST[name]) or (
             value != int(value) and name != "cpu_bytes_to_use"
         ):
-            why = f"it must be a whole number from {_LEAST[name]} on"
+            why = f"it must be a whole number, {_LEAST[name]} or more"
     return why
