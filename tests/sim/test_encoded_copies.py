@@ -96,27 +96,6 @@ def test_two_encoding_stores_share_no_counters(driver: Driver) -> None:
         assert all(cache.is_same(block, bits) for block, bits in enumerate(before))
 
 
-@needs_kernels
-@simulated
-def test_a_layer_group_ends_with_its_tiles(driver: Driver) -> None:
-    driver.set_stream(0, CURRENT)
-    with EncodedCache(driver, layers=4, values=8192, copy_method="staged") as cache:
-        blocks = list(range(8))
-        before = [cache.block(block) for block in blocks]
-        finish(cache, cache.store(blocks, blocks))
-        cache.clear(*blocks)
-        load = cache.load(blocks, blocks, layer_groups=2)
-        load.wait(Stream(CURRENT), layer_group=0)
-        while driver.step(cache.streams[2]):  # copies, without the kernels
-            driver.step(CURRENT)
-        assert not driver.cuda.is_done(stream=CURRENT)
-        assert not any(cache.block(block).any() for block in blocks)
-        assert not load.query()
-        finish(cache, load)
-        assert driver.cuda.is_done(stream=CURRENT)
-        assert all(cache.is_same(block, before[block]) for block in blocks)
-
-
 # Rejected blocks.
 
 

@@ -294,24 +294,3 @@ def test_relays_stay_after_rebind(driver: Driver) -> None:
         cache.store(LARGE, LARGE[::-1]).synchronize()
         assert torch.equal(cache.pages, cache.expected_pages)
         assert cache.relayed("store") > 0
-
-
-@needs_kernels
-@simulated
-def test_layer_groups_end_one_after_another(driver: Driver) -> None:
-    with RelayedCache(driver) as cache:
-        driver.set_link(1, slowness=0)
-        job = cache.load(LARGE, LARGE, layer_groups=2)
-        stream = driver.cuda.create_stream()
-        event = driver.cuda.create_event()
-        from simulated_driver.handles import Stream
-
-        job.wait(Stream(stream), layer_group=0)
-        driver.cuda.record(event, stream)
-        driver.run()
-        assert not driver.cuda.is_done(event=event)
-        driver.set_link(1, slowness=1)
-        run_until(driver, lambda: driver.cuda.is_done(event=event))
-        assert torch.equal(cache.whole[0], cache.expected_blocks[:, 0])
-        cache.finish(job)
-        assert cache.is_right()

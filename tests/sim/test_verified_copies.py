@@ -41,14 +41,6 @@ def steps(driver: Driver) -> str:
     return re.sub(r"stream \d+", "kernels", log)
 
 
-def stream_of_kernels(cache: EncodedCache) -> int:
-    """Of the store that was submitted last."""
-    assert cache.driver is not None
-    copies = cache.streams[0]
-    name = re.findall(r"(?:pack|encode) .* on stream (\d+)", cache.driver.log())[-1]
-    return copies - copies % 1000 + int(name)
-
-
 @pytest.mark.parametrize(("encoding", "method"), [*product(ENCODINGS, METHODS), ("raw", "strided")])
 @pytest.mark.parametrize("layer_groups", [1, 3])
 @pytest.mark.parametrize("rows", [False, True])
@@ -188,28 +180,6 @@ def test_a_stream_passes_a_corrupted_load(driver: Driver, method: str) -> None:
         assert driver.cuda.is_done(stream=CURRENT)
         with pytest.raises(CorruptedPageError):
             load.synchronize()
-
-
-@needs_kernels
-@simulated
-def test_a_store_is_packed_after_its_slots_stores(
-    driver: Driver,
-) -> None:
-    """Or its checksums would be in the table before theirs."""
-    sizes = {"blocks": 40, "pages": 40, "layers": 8, "values": 8192, "encodings": ["raw"]}
-    with EncodedCache(driver, verify="load", **sizes) as cache:
-        before = cache.block(0), cache.block(1)
-        small = cache.store([0, 39], [0, 39])
-        large = cache.store(range(1, 40), range(39))
-        kernels = stream_of_kernels(cache)
-        while driver.step(kernels):  # as far as it can go on
-            pass
-        results = finish(cache, small, large)
-        assert [result.copy_method for result in results] == ["strided", "staged"]
-        (load,) = finish(cache, cache.load([0], [0]))
-        assert load.ok
-        assert cache.is_same(0, before[1])
-        assert not cache.is_same(0, before[0])
 
 
 @needs_kernels
