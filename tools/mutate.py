@@ -40,7 +40,7 @@ TESTS = {
     "csrc/copy": [
         *("test_batch.py", "test_strided.py", "test_packed.py", "test_staged*.py"),
         *("test_handler.py", "test_encoded_*.py", "test_address_guard.py", "test_pinning.py"),
-        *("test_swap_blocks*.py", "test_fuzz.py", "test_copy_method.py"),
+        *("test_swap_blocks*.py", "test_relay*.py", "test_fuzz.py", "test_copy_method.py"),
     ],
     "csrc/cuda": [
         *("test_failures.py", "test_native.py", "test_stream_devices.py", "test_batch.py"),
@@ -59,7 +59,8 @@ TESTS = {
         *("test_channel.py", "test_copy_plan.py", "test_handler_*.py", "test_rebind.py"),
         *("test_groups.py", "test_metrics.py", "test_staged*.py", "test_encoded_*.py"),
         *("test_submit.py", "test_pinning.py", "test_copy_method.py", "test_stream_devices.py"),
-        *("test_lifetime.py", "test_fuzz.py", "test_out_of_memory.py"),
+        *("test_lifetime.py", "test_relay*.py", "test_exchange.py", "test_fuzz.py"),
+        "test_out_of_memory.py",
     ],
     "csrc/ops": [
         *("test_ops.py", "test_expand_block_ids.py", "test_swap_blocks*.py"),
