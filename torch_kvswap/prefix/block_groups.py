@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, count_of, kind_of, read_int
+from torch_kvswap._native.arguments import (
+    INT32_MAX,
+    INT64_MAX,
+    count_of,
+    kind_of,
+    read_int,
+    read_switch,
+)
 
 MAX_PAGES = 1 << 29  # pages, and as many ARC ghosts, have numbers of 32 bits
 
@@ -42,8 +49,7 @@ class BlockGroup:
             value = getattr(self, name)
             if value is not None or name != "window_tokens":
                 object.__setattr__(self, name, read_int(name, value, 1, most))
-        if not isinstance(self.is_state, bool):
-            raise TypeError(f"is_state is {kind_of(self.is_state)}; it must be True or False")
+        object.__setattr__(self, "is_state", read_switch("is_state", self.is_state))
         if self.is_state and self.window_tokens is not None:
             raise ValueError(
                 f"window_tokens is {self.window_tokens} and is_state is True; layers have a window "

@@ -406,7 +406,7 @@ ValueError: num_pages is 0; it must be 1 to 536870912
 TypeError: block_tokens is a float; it must be an integer
 ValueError: block_tokens is 18446744073709551616; it must be 1 to 2147483647
 ValueError: window_tokens is 0; it must be 1 or more
-TypeError: is_state is a str; it must be True or False
+TypeError: is_state is 'no'; it must be True or False
 ValueError: window_tokens is 4 and is_state is True; layers have a window or a state:
 pass one of them""",
     )
