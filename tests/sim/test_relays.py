@@ -108,6 +108,19 @@ def test_a_job_ends_with_its_relayed_part(driver: Driver, kind: str, link: str) 
         assert cache.is_right()
 
 
+@needs_kernels
+@simulated
+def test_a_store_waits_for_what_relays_copy(driver: Driver) -> None:
+    """The second store, of one block, is too small for a relay, and is not staged."""
+    with RelayedCache(driver, copy_method="auto") as cache:
+        driver.set_link(1, slowness=0)
+        jobs = [cache.store(LARGE, LARGE), cache.store(LARGE[:1], LARGE[-1:])]
+        driver.run()
+        driver.set_link(1, slowness=1)
+        cache.finish(*jobs)
+        assert cache.is_right()
+
+
 @KINDS
 @pytest.mark.parametrize(
     "call",
