@@ -40,18 +40,6 @@ ENGINES = {"copy_method": "copy_engines"}
 
 
 @needs_transformers
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_a_large_cache(kind):
-    net, inputs = model(kind), prompts()
-    want = tokens(net, inputs, config(500, gib=0.0))
-    with ours() as seen:
-        assert tokens(net, inputs, config(small(kind))) == want
-    assert seen.parked == seen.back > 0
-    assert seen.wrong == 0
-    assert seen.is_empty
-
-
-@needs_transformers
 @pytest.mark.parametrize(
     ("inputs", "blocks", "how", "options"),
     [
