@@ -121,7 +121,10 @@ def find_nanobind() -> Package:
 
 
 def werror() -> bool:
-    return os.environ.get("KVSWAP_WERROR") == "1"
+    choice = os.environ.get("KVSWAP_WERROR") or "0"
+    if choice not in ("0", "1"):
+        fail(f"KVSWAP_WERROR is {choice!r}; it must be 0 or 1.")
+    return choice == "1"
 
 
 def words(variable: str) -> list[str]:
@@ -164,7 +167,7 @@ def find_cuda() -> Cuda | None:
     """The CUDA to compile the kernels with, or None if they are left out."""
     choice = os.environ.get("KVSWAP_CUDA") or "auto"
     if choice not in ("auto", "1", "0"):
-        fail(f"KVSWAP_CUDA is {choice!r}; it can be auto, 1 or 0.")
+        fail(f"KVSWAP_CUDA is {choice!r}; it must be auto, 1 or 0.")
     if choice == "0":
         say("the kernels are left out: KVSWAP_CUDA is 0")
         return None
