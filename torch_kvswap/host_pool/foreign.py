@@ -46,8 +46,8 @@ def find_pages(
     left = flat.numel() - offset
     if left < room:
         raise ValueError(
-            f"memory has {flat.numel()} bytes, {max(left, 0)} of them from offset {offset} on, but "
-            f"a page has {room}; pass more memory, or a smaller offset"
+            f"memory of {flat.numel()} bytes has {max(left, 0)} from offset {offset}, but a page "
+            f"has {room}; pass more memory, or a smaller offset"
         )
     num_pages = (left - room) // distance + 1
     pages = flat[offset : offset + (num_pages - 1) * distance + room]

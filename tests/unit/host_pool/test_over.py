@@ -217,10 +217,10 @@ or more
 ValueError: page_bytes is 3073, but the 2 slots of a page lie at equal distances; pass a
 multiple of 2
 ValueError: offset is -1; it must be 0 or more
-ValueError: memory has 6144 bytes, 1535 of them from offset 4609 on, but a page has
-1536; pass more memory, or a smaller offset
-ValueError: memory has 6144 bytes, 0 of them from offset 7680 on, but a page has 1536;
-pass more memory, or a smaller offset
+ValueError: memory of 6144 bytes has 1535 from offset 4609, but a page has 1536; pass
+more memory, or a smaller offset
+ValueError: memory of 6144 bytes has 0 from offset 7680, but a page has 1536; pass more
+memory, or a smaller offset
 TypeError: page_bytes is a float; it must be an integer
 ValueError: the slots of this pool begin at address 0x... and are 9312 bytes apart, but
 encoded blocks need multiples of 16; pass encoding='raw'
