@@ -460,7 +460,7 @@ class Session(NotCopyable):
 
 
 class RemoteManager(Session):
-    """The BlockManager of a server, with the same calls; other engines change it too.
+    """The index of a server, which other engines change, too: `manager` of PrefixCache.connect().
 
     A call that needs an answer waits for it, at most for the server's deadline. Without a server
     lookups find nothing, and loads and stores get no pages. What one engine is storing is pending
