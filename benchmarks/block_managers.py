@@ -35,11 +35,9 @@ class OfKeys:
         self.manager, self.in_lists = manager, in_lists
         self.touch = manager.touch
         if in_lists:
-            self._lookup = manager._lookup
             self.prepare_load, self.prepare_store = manager._prepare_load, manager._prepare_store
             self.complete_store = self.complete_load = self._tell_server
         else:
-            self._lookup = manager.lookup
             self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
             self.complete_store = self.complete_load = manager.complete
 
@@ -47,7 +45,9 @@ class OfKeys:
         return [keys] if self.in_lists else keys
 
     def lookup(self, prompt: Any) -> int:
-        ready: int = self._lookup(prompt).ready
+        manager = self.manager  # a method that is stored takes longer to call
+        found = manager._lookup(prompt) if self.in_lists else manager.lookup(prompt)
+        ready: int = found.ready
         return ready
 
     def stored(self, job: Any) -> int:

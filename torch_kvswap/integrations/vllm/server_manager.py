@@ -4,7 +4,7 @@ server, which engines share (docs/serve.md)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -27,6 +27,12 @@ from torch_kvswap.prefix.scheduler_session import SchedulerSession
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
+_ASKED, _ARRIVES = KeyState.ASKED, KeyState.ARRIVES
+_RESULTS: dict[int, base.LookupResult] = {
+    _ASKED: _RETRY,
+    _ARRIVES: _PENDING,
+    KeyState.ABSENT: _MISS,
+}
 _MOST_KEYS = 8192  # in one request to the server
 _STATS_SECONDS = 1.0
 
@@ -38,6 +44,7 @@ class _Asked(Access):
         states (dict[bytes, int]): of the keys that were looked up: a KeyState, or the page.
         to_ask (dict[bytes, None]): keys to ask for at the end of the step, in this order.
         held (list[RemoteReservation]): the pages.
+        is_wanted (bool): this step has looked something up.
     """
 
     def __init__(self, resets: int) -> None:
@@ -45,16 +52,22 @@ class _Asked(Access):
         self.states: dict[Key, int] = {}
         self.to_ask: dict[Key, None] = {}
         self.held: list[RemoteReservation] = []
+        self.is_wanted = False
 
-    def look(self, key: Key) -> int:
-        """The state of a key. It is asked for if it is new, and again if it had no page."""
+    def look(self, key: Key, storing: Container[Key]) -> int:
+        """The state of a key. It is asked for if it is new, and again if it had no page.
+
+        storing: keys that arrive because this engine stores them. The server does not know them.
+        """
         state = self.states.get(key)
         if state is None:
-            self.states[key] = state = KeyState.ASKED
-        elif state >= 0 or state == KeyState.ASKED:
+            if key in storing:
+                return _ARRIVES
+            self.states[key] = state = _ASKED
+        elif state >= _ASKED:  # or a page
             return state
         self.to_ask[key] = None
-        return state
+        return _ARRIVES if key in storing else state
 
     def take_to_ask(self, most: int) -> list[Key]:
         """The first keys to ask for, which are asked now."""
@@ -100,8 +113,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._session = session
         self._requests: set[str] = set()
         self._is_idle = False  # there were no requests at the end of the last step
-        # Requests that hold or ask for something, and whether this step has looked something up.
-        self._active: dict[_Asked, bool] = {}
+        self._active: set[_Asked] = set()  # requests that hold or ask for something
         self._is_asking = False
         # Keys that the server has, as far as is known. Others evict them, so they are asked for
         # again when they are offered.
@@ -125,16 +137,10 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         if not self._session.is_joined:
             return _MISS
         asked = _Asked.of(req_context, self._resets, starts=True)
-        self._active[asked] = True
-        is_storing = key in self._storing
-        if is_storing and key not in asked.states:
-            return _PENDING
-        state = asked.look(key)
-        if state >= 0:
-            return _HIT
-        if state == KeyState.ASKED:
-            return _RETRY
-        return _PENDING if is_storing or state == KeyState.ARRIVES else _MISS
+        if not asked.is_wanted:
+            self._want(asked)
+        state = asked.look(key, self._storing)
+        return _HIT if state >= 0 else _RESULTS[state]
 
     def _begin_load(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -184,8 +190,8 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         known = [key for key in keys if key in self._known]
         if known:  # those that others have evicted meanwhile are stored when they are offered next
             for key in known:
-                asked.look(key)
-            self._active[asked] = True
+                asked.look(key, self._storing)
+            self._want(asked)
         new = [key for key in keys if key not in self._known and key not in self._storing]
         if not new:
             return nothing
@@ -220,11 +226,10 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         looked up."""
         if self._is_new_step:
             self._poll()
-        for asked, is_wanted in list(self._active.items()):
-            if is_wanted:
-                self._active[asked] = False
-            else:
+        for asked in list(self._active):
+            if not asked.is_wanted:
                 self._drop(asked)
+            asked.is_wanted = False
         was_idle, self._is_idle = self._is_idle, not self._requests
         self._session.end_step(was_idle and self._is_idle)
         if not self._is_asking:  # behind end_step(): a request that has its answer has pages, too
@@ -288,7 +293,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
                 self._session.end_hold([held])
                 continue
             asked.answer(keys, held)
-            self._active[asked] = True  # the step that begins may look for it
+            self._want(asked)  # the step that begins may look for it
             for key in keys:
                 if asked.states[key] < 0:
                     self._known.pop(key, None)
@@ -299,9 +304,14 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         for key in list(islice(self._known, max(len(self._known) - self._session.num_pages, 0))):
             del self._known[key]
 
+    def _want(self, asked: _Asked) -> None:
+        asked.is_wanted = True
+        self._active.add(asked)
+
     def _drop(self, asked: _Asked) -> None:
         """Lets go of what a request holds."""
-        self._active.pop(asked, None)
+        asked.is_wanted = False
+        self._active.discard(asked)
         self._session.end_hold(asked.take_held())
 
     def _poll(self) -> None:
