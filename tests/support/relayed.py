@@ -17,7 +17,6 @@ from torch import Tensor
 from torch_kvswap import DeviceLostError, HostPool
 from torch_kvswap.offload import relays as relays_module
 from torch_kvswap.offload.handler import Job, OffloadHandler
-from torch_kvswap.offload.metrics import ChannelMetrics
 
 KEPT: list[RelayedCache] = []  # until the process ends: GPU 0 waits for a lost relay for ever
 LAYERS, BLOCKS, FRAGMENT = 2, 40, 1 << 15
@@ -47,23 +46,15 @@ def relayed_handler(
 
 class RelayedCache:
     """Random bytes on GPU 0 and in a host pool. A store or load changes what is expected, in the order
-    of submission. layers: those of the memory that are the cache's."""
+    of submission."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        relays: Sequence[int] = (1,),
-        fragment: int = FRAGMENT,
-        layers: Sequence[int] = range(LAYERS),
-        **options: Any,
-    ) -> None:
+    def __init__(self, driver: Driver, relays: Sequence[int] = (1,), **options: Any) -> None:
         self.driver = driver
-        self.whole = numbers(layers[-1] + 1, BLOCKS, fragment)
-        self.layers = list(layers)
-        self.layout = on_device(driver, self.whole, [self.whole[layer] for layer in layers])
+        self.whole = numbers(LAYERS, BLOCKS, FRAGMENT)
+        self.layout = on_device(driver, self.whole)
         self.pool = HostPool(self.layout, num_pages=BLOCKS)
-        self.pages = self.pool.pages.view(BLOCKS, len(layers), fragment)
-        self.pages.copy_(numbers(BLOCKS, len(layers), fragment))
+        self.pages = self.pool.pages.view(BLOCKS, LAYERS, FRAGMENT)
+        self.pages.copy_(numbers(BLOCKS, LAYERS, FRAGMENT))
         self.expected_blocks = self.blocks()
         self.expected_pages = self.pages.clone()
         self.handler = relayed_handler(self.layout, self.pool, relays=relays, **options)
@@ -84,20 +75,18 @@ class RelayedCache:
 
     def blocks(self) -> Tensor:
         """[blocks, layers, bytes]"""
-        return self.whole[self.layers].transpose(0, 1).contiguous()
+        return self.whole.transpose(0, 1).contiguous()
 
     def is_right(self) -> bool:
         return torch.equal(self.blocks(), self.expected_blocks) and torch.equal(
             self.pages, self.expected_pages
         )
 
-    def metrics(self, kind: str) -> ChannelMetrics:
-        metrics = self.handler.metrics()
-        return metrics.stores if kind == "store" else metrics.loads
-
     def relayed(self, kind: str) -> int:
         """Bytes that relays were given."""
-        return sum(self.metrics(kind).relayed_bytes.values())
+        metrics = self.handler.metrics()
+        channel = metrics.stores if kind == "store" else metrics.loads
+        return sum(channel.relayed_bytes.values())
 
     def finish(self, *jobs: Job) -> None:
         for job in jobs:
