@@ -135,10 +135,10 @@ def test_writing_behind_the_end_is_caught(kind: str) -> None:
 
 
 def test_a_fork_has_zeros_of_its_own() -> None:
-    mapped = Mapping(16 * MIB)
+    mapped = Mapping(64 * MIB)  # more than malloc() keeps of what it has given out
     mapped.tensor.fill_(7)
-    zeros = bytes(mapped.nbytes)
     before = resident()
+    zeros = bytes(mapped.nbytes)
     # No torch in the child: the threads of its operators are the parent's.
     assert in_child(lambda: ctypes.string_at(mapped.address, mapped.nbytes) == zeros) == 1
     with live_fork():
