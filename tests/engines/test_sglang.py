@@ -226,7 +226,12 @@ def test_engines_find_the_pages_of_a_server(tmp_path: Path) -> None:
     with Process(command, "serving"):
         engines = [Engine(mla_pool(), server=server) for _ in range(2)]
         assert engines[0].serve(PROMPT) == (0, True)
-        assert engines[1].serve(PROMPT) == (20, True)
+        request = engines[1].start(PROMPT)  # whose load is the first job
+        assert not engines[1].linker.finish_layer_wise_loading(0)  # which stands for a failed load
+        assert engines[1].forward(request)
+        assert engines[1].finish(request) == []
+        engines[1].step()
+        assert request.loaded == 20
         engines[0].cache.reset()  # for both
         engines[1].forget_gpu()
         assert engines[1].serve(PROMPT) == (0, True)
@@ -350,7 +355,10 @@ def test_a_state_is_found_at_its_own_length() -> None:
     ("options", "message"),
     [
         ({"host_byte": 1}, "has host_byte; did you mean host_bytes"),
-        ({"host_bytes": None}, "host_bytes is None; it must be an integer, 1536 or more"),
+        (
+            {"host_bytes": None, "verify": None},
+            "host_bytes is None; it must be an integer, 1536 or more",
+        ),
         ({"host_bytes": 1000}, "host_bytes is 1000; it must be an integer, 1536 or more"),
         ({"encoding": "zip"}, "encoding is 'zip'; it must be 'raw' or 'lossless'"),
         ({"verify": "yes"}, "verify is 'yes'; it must be 'off' or 'load'"),

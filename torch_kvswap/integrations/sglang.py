@@ -74,7 +74,8 @@ class KVSwapLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any],
         forward_stream: Any,
     ) -> None:
-        for name in extra_config.keys() - _OPTIONS:
+        options = {name: value for name, value in extra_config.items() if value is not None}
+        for name in options.keys() - _OPTIONS:
             raise ValueError(f"linker_extra_config has {name}; {did_you_mean(name, _OPTIONS)}")
         self.forward_stream, self._page_tokens = forward_stream, params.page_size
         self.pools, layers = dict[Any, kvs.PagedLayout](), list[int]()
@@ -98,8 +99,8 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._waited = deque[str](maxlen=1024)  # requests that have waited for a second tier
         part = _describe_part(server_args, params)
         self._most_lengths = _LENGTHS if part[2] > 1 else 1
-        self.cache = self._open(extra_config, params, part)
-        _log.info("KVSwapLinker: rank %d of %d, %s, %r", *part[1:], extra_config, self.cache)
+        self.cache = self._open(options, params, part)
+        _log.info("KVSwapLinker: rank %d of %d, %s, %r", *part[1:], options, self.cache)
         if params.page_size < 16:
             _log.warning("pages of %d tokens are slow; set --page-size 64", params.page_size)
 
@@ -178,12 +179,13 @@ class KVSwapLinker(UnifiedCacheLinker):
             job = self.cache.load(keys, blocks, after=after, layer_groups=groups)
         except Exception:
             _log.exception("a load could not be submitted")
-            return 0  # the number of no job, so finish_layer_wise_loading() returns False
+            return 0  # no job has it, so finish_layer_wise_loading() returns False
         if job is None:
             _log.warning("pages have left the host before their load")
             return 0
-        self._loads[job.id] = job
-        return job.id
+        index = 1 + job.id  # the first job of a handler is number 0
+        self._loads[index] = job
+        return index
 
     def set_consumer(self, index: int) -> None:
         """Chooses the loads of the next forward; -1 is none."""
