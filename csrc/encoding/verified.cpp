@@ -67,9 +67,7 @@ class Checksums {
     if (found == stored) return ": it was stored again while it was loaded";
     std::ostringstream text;
     text << ": bytes " << begin << " to " << end - 1 << " of slab " << slab << " have the checksum "
-         << hex(found) << " instead of " << hex(stored) << " (store "
-         << (store & ~(kAdoptedStore | kGroupBits)) << " of "
-         << ((store & kAdoptedStore) != 0 ? "another" : "this") << " pool)";
+         << hex(found) << " instead of " << hex(stored);
     return text.str();
   }
 
