@@ -5,7 +5,7 @@ there is room, runs the model, polls, and accepts the tokens of all requests who
 Keys and values come from the GPU, the host or a second tier; whatever fails is computed again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -21,7 +21,7 @@ class Request:
     """A prompt to be continued.
 
     Attributes:
-        prompt (bytes): its tokens.
+        prompt (Sequence[int]): its tokens.
         new_tokens (int): number of tokens to generate.
         tokens (list[int]): the prompt, and the tokens generated so far.
         computed (int): tokens at the front that have keys and values, on the GPU or held.
@@ -32,7 +32,7 @@ class Request:
         first_token (float): when its first token was there, as of time.perf_counter().
     """
 
-    prompt: bytes
+    prompt: Sequence[int]
     new_tokens: int
     tokens: list[int] = field(init=False)
     computed: int = 0
@@ -113,13 +113,13 @@ class Engine:
         """Starts the requests for which there is room, also for their next token."""
         for request in sorted(self.waiting, key=self.age.__getitem__):
             if self.blocks_of(request) > len(self.free):
-                return  # newer requests do not take its blocks
+                break  # newer requests do not take its blocks
             request.blocks = self.take(self.blocks_of(request))
             if self.resume(request) if request.held else self.load_prefix(request):
                 self.waiting.remove(request)
                 self.running.append(request)
-            else:
-                self.give_back(request)
+        for request in self.waiting:  # at the end, so that no more are looked up than fit
+            self.give_back(request)
 
     def load_prefix(self, request: Request) -> bool:
         """Loads what the host has of a request. False: a later step may find more."""
@@ -170,7 +170,7 @@ class Engine:
         if request.generated and start == len(request.tokens) - 1:
             newest = torch.tensor(request.tokens[-1:], device=self.model.device)
             return int(self.model.decode(newest, start, self.cache, table))
-        return int(self.model.prefill(bytes(request.tokens), self.cache, table, start))
+        return int(self.model.prefill(request.tokens, self.cache, table, start))
 
     def poll(self, timeout: float | None = 0.0) -> set[Request]:
         """Ends jobs. Requests whose load failed wait to be computed again, and are returned."""

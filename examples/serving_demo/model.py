@@ -9,7 +9,7 @@ always against `max_blocks` blocks. So every matrix product and reduction has th
 alignment and order of additions in every run on a device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -109,14 +109,16 @@ class Model:
         padded = blocks + blocks[-1:] * (self.max_blocks - len(blocks))
         return torch.tensor(padded, device=self.device)
 
-    def prefill(self, prompt: bytes, cache: list[Tensor], table: Tensor, cached: int = 0) -> Tensor:
+    def prefill(
+        self, prompt: Sequence[int], cache: list[Tensor], table: Tensor, cached: int = 0
+    ) -> Tensor:
         """Computes a prompt, and returns the first new token, int64 [1].
 
         The first `cached` tokens, full blocks, are in the cache already. The rest of the last block
         is filled with padding, which decode() overwrites before it is read.
         """
-        padded = prompt.ljust(self.blocks_for(len(prompt)) * self.block_size, b"\0")
-        tokens = torch.tensor(list(padded), device=self.device)
+        padding = self.blocks_for(len(prompt)) * self.block_size - len(prompt)
+        tokens = torch.tensor([*prompt, *[0] * padding], device=self.device)
         for start in range(cached, len(prompt), self.block_size):
             logits = self.forward(tokens[start : start + self.block_size], start, cache, table)
         return logits[len(prompt) - start - 1].argmax(-1, keepdim=True)

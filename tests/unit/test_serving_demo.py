@@ -160,6 +160,15 @@ def test_a_second_tier_replaces_damaged_pages(tmp_path, monkeypatch):
         assert engine.reused >= sum(len(each) - 1 - demo.BLOCK_SIZE for each in PROMPTS)
 
 
+def test_only_requests_that_fit_are_looked_up(tmp_path):
+    with served(PROMPTS, below=tmp_path, below_model="demo") as one:
+        engine = one.start()
+        engine.step()  # the second tier is asked, so none starts
+        assert not engine.running
+        looked_up = [request for request in engine.waiting if request.was_asked]
+        assert 0 < sum(map(engine.blocks_of, looked_up)) <= len(engine.free)
+
+
 @pytest.mark.parametrize(
     ("of", "name"), [(kvs.Job, "wait"), (kvs.PrefixCache, "jobs_using")], ids=["wait", "jobs_using"]
 )
