@@ -171,7 +171,8 @@ class HostPool(NotCopyable):
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is out of range, an option is not possible for the device, the blocks
-            cannot be encoded, or the machine does not have this much memory.
+            cannot be encoded, or the machine does not have this much memory (NoRoomError, a kind
+            of ValueError).
         RuntimeError: the kernel does not map the memory. Nothing stays mapped.
         OSError: shared=True, and the kernel refuses a file in memory.
     """

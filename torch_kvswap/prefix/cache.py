@@ -476,7 +476,10 @@ class PrefixCache(NotCopyable):
         after: After = None,
         tag: object = None,
     ) -> Preempted | None:
-        """Stores all blocks of a request and keeps them on the host until resume() or release().
+        """Keeps all blocks of a request on the host until resume() or release().
+
+        Stores those that the host lacks. A block that an earlier call is storing, or that is being
+        read from a second tier, is not stored again; if that fails, the request is lost.
 
         Args:
             keys: keys of all blocks of the request, in order. See PrefixHasher.request_keys().

@@ -81,8 +81,9 @@ class BlockStats:
     """Statistics of one group: block counts since the start, and its pages now.
 
     Attributes:
-        asked (int): blocks asked for in lookups.
-        hits (int): blocks that were ready and needed by the prefix found.
+        asked (int): blocks asked for in lookups; lookups with again=True do not count.
+        hits (int): blocks that were ready and needed by the prefix found. Blocks that a second tier
+            delivers after the lookup are no hits; `promoted` counts them.
         pending (int): blocks asked for in lookups that were still being stored, or read from a
             second tier.
         stored (int): blocks stored.
@@ -90,9 +91,11 @@ class BlockStats:
             cancelled or not submitted.
         evicted (int): blocks evicted.
         skipped (int): blocks not stored because of store_threshold.
-        refused (int): stores that found no room.
+        refused (int): how often there was no room for blocks to store or preempt, or to read from a
+            second tier. Such a read tries again with a shorter prefix, and can count several times.
         failed (int): blocks of loads and stores that ended with fail(), also of stores that were
-            cancelled or not submitted, and rejected blocks.
+            cancelled or not submitted; rejected blocks; and blocks that a second tier was to
+            deliver, but which did not arrive or were damaged.
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.

@@ -139,7 +139,7 @@ class ArgumentReader:
                 raise ValueError(
                     f"{name} has {count_of(len(named[group]), 'id')} for {count_of(count, 'key')} "
                     f"of {count_of(per_page, 'block')} each; pass one for each block of all keys, "
-                    "-1 for a block that is not on the GPU"
+                    "-1 for a block that the request does not need on the GPU"
                 )
         if prefix is not None:
             return self._needed(of_groups, named, prefix)
