@@ -103,8 +103,8 @@ class Session(NotCopyable):
     Attributes:
         groups, unit_tokens: see BlockManager.
         num_pages (int): pages of the server's first group.
-        resets (int): another number after each reset of the index, by any engine, and each loss of
-            a server, as far as the server has said so.
+        resets (int): grows with each reset of the index, by any engine, as far as the server has
+            said so, and whenever a server is lost or joined.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class Session(NotCopyable):
         self._session = self._generation = 0  # 0: none
         self._deadline = JOINING  # seconds for an answer; as the server says it
         self.resets = 0
+        self._index_resets = 0  # as the server counts them
         self._numbers = count(1)  # of reservations
         # Reservations that have not ended, and whether jobs use their pages. Guarded by _lock, as
         # are the others.
@@ -280,10 +281,12 @@ class Session(NotCopyable):
         num_pages: int,
     ) -> None:
         with self._lock:  # no call comes in between
-            if generation not in (self._generation, resets) and not self._is_worker:
-                self._resets_heard_by = generation  # another engine has told this new server
-            self._session, self._generation, self.resets = session, generation, resets
-            self.num_pages = num_pages
+            # Another engine has told this server of a reset, but of none that nobody has heard of.
+            if resets != generation and self._resets_heard_by != 0 and not self._is_worker:
+                self._resets_heard_by = generation
+            self._session, self._generation = session, generation
+            self._index_resets, self.num_pages = resets, num_pages
+            self.resets += 1
             if self._is_closing:
                 return self._hang_up(connection)
             self._connection = connection
@@ -356,8 +359,12 @@ class Session(NotCopyable):
         with self._lock:
             self._resets_heard_by = 0
             if self._connection is not None:
-                self.resets += 1
+                self._count_reset()
                 self._send(pack(Op.RESET), self._heard_reset)
+
+    def _count_reset(self) -> None:
+        self.resets += 1
+        self._index_resets += 1
 
     def _heard_reset(self, _: array[int]) -> None:
         if self._heard_reset not in self._awaited:
@@ -427,7 +434,7 @@ class Session(NotCopyable):
         while (message := next_message(self._inbox)) is not None:
             status, numbers, text = message
             if status == Status.RESET:
-                self.resets += 1
+                self._count_reset()
                 if self._resets_heard_by is None:
                     self._resets_heard_by = self._generation
                 continue

@@ -33,7 +33,7 @@ from torch_kvswap.below.read_store import read_store, without_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.host_pool.system import NoRoomError, check_room
+from torch_kvswap.host_pool.system import NoRoomError
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
@@ -182,7 +182,11 @@ class _Pages:
                 lambda _: None,  # engines mark the pages that they load
                 on_answer,
             )
-            self.tier.start()
+            try:
+                self.tier.start()
+            except BaseException:
+                self.tier.close()
+                raise
 
 
 def _too_much(memory: int, error: NoRoomError) -> ValueError:
@@ -229,10 +233,14 @@ class PageServer:
             raise ValueError(
                 f"deadline is {deadline!r}; it must be {_LEAST_DEADLINE:g} to {_MOST_DEADLINE:g} s"
             )
-        try:
-            check_room(memory, 1)  # raises here, not only when an engine comes
-        except NoRoomError as error:
-            raise _too_much(memory, error) from error
+        # Engines may still map the memory of an earlier server, which they free when they join this
+        # one: what is available now does not count.
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if memory > total:
+            raise ValueError(
+                f"this server has {bytes_text(memory)} of --memory, but the machine has "
+                f"{bytes_text(total)}; start it with less"
+            )
         self._deadline = deadline
         self._below_policy = below_policy
         self._generation = secrets.randbits(62) + 1  # 0 is none

@@ -18,10 +18,13 @@ import torch
 from below_engine import BLOCK_BYTES, bytes_of, key_of
 from error_text import error_text
 from expecttest import assert_expected_inline
+from patience import in_time
 from processes import in_child
 from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_process, serving
 
 from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
+from torch_kvswap.below.threads import StoreThreads
+from torch_kvswap.host_pool import system
 from torch_kvswap.prefix import BlockGroup, client
 from torch_kvswap.prefix.manager import Lookup
 from torch_kvswap.prefix.protocol import Op, Outcome, pack
@@ -252,6 +255,27 @@ def test_engines_tell_the_next_server_of_a_reset(path: str, tmp_path: Any, survi
         with serving(path, **below):
             left.until(lambda: left.is_served)
             assert left.find(PROMPT).found == 0
+
+
+def test_a_reset_without_a_server_is_not_lost(path: str) -> None:
+    """Although another engine has told the next server of an earlier one."""
+    joins = threading.Event()
+    with contextlib.ExitStack() as stack:
+        with serving(path):
+            engine, other = (stack.enter_context(ServedEngine(path)) for _ in range(2))
+            engine.prefixes.manager.reset()
+            assert other.find(PROMPT).found == 0
+            manager = engine.prefixes.manager
+            join = manager.join
+            manager.join = lambda: (joins.wait(), join())  # type: ignore[method-assign, union-attr]
+        with serving(path):
+            other.until(lambda: other.is_served)
+            other.compute(PROMPT)
+            assert other.find(PROMPT).ready == 8
+            engine.prefixes.manager.reset()
+            joins.set()
+            engine.until(lambda: engine.is_served)
+            assert engine.find(PROMPT).found == other.find(PROMPT).found == 0
 
 
 def test_a_page_damaged_twice_is_deleted_below(path: str, tmp_path: Any) -> None:
@@ -533,19 +557,48 @@ def test_a_server_without_its_folder_says_so(tmp_path: Path) -> None:
         PageServer(str(tmp_path / "missing" / "socket"), 1)
 
 
-def test_more_memory_than_the_machine_has_is_refused(
-    path: str, monkeypatch: pytest.MonkeyPatch
+def test_more_memory_than_the_machine_has_is_refused(path: str) -> None:
+    text = error_text(PageServer, path, PAGE_BYTES * 2**36)
+    assert text.startswith("ValueError: this server has ")
+    assert "; start it with less" in text.replace("\n", " ")
+
+
+def test_a_server_starts_while_engines_map_the_memory(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """That of an earlier server, which they free when they join this one."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 4000 kB\n")
     layout = PagedLayout([torch.zeros(8, PAGE_BYTES, dtype=torch.uint8)])
-    texts = [error_text(PageServer, path, PAGE_BYTES * 2**36)]
-    monkeypatch.setattr(
-        "torch_kvswap.prefix.server.check_room", lambda *_: None
-    )  # as if there was room
-    with serving(path, 2**36):
-        texts.append(error_text(PrefixCache.connect, path, layout, model="m"))
-    for text in texts:
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    with serving(path, 2**10):
+        text = error_text(PrefixCache.connect, path, layout, model="m")
+        monkeypatch.undo()
         assert text.startswith("ValueError: this server has ")
         assert "; start it with --memory " in text.replace("\n", " ")
+        with ServedEngine(path) as engine:
+            engine.compute("a")
+
+
+def test_a_tier_without_threads_leaves_none(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, begun = StoreThreads.start, list[StoreThreads]()
+
+    def fail(threads: StoreThreads) -> None:
+        begun.append(threads)
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        start(threads)
+
+    with serving(path, below=f"file:{tmp_path}"):
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreThreads, "start", fail)
+            with pytest.raises((ValueError, OSError)):
+                ServedEngine(path)
+        assert in_time(lambda: not any(thread.is_alive() for thread in begun[0].threads))
+        with ServedEngine(path) as engine:
+            engine.compute("a")
 
 
 def test_below_policy_of_a_server_needs_below(tmp_path: Path) -> None:
