@@ -626,8 +626,8 @@ void bind_handler(nb::module_& module) {
       .def_prop_ro("is_current_process", &PyHandler::is_current_process)
       .def("check_open", &PyHandler::check_open)
       .def("submit", &PyHandler::submit, "job"_a, "gpu_block_ids"_a.none(), "page_ids"_a.none(),
-           "first_slot"_a.none(), "after"_a.none(), "tags"_a,
-           "reserved"_a.none(), "computed_in"_a.none())
+           "first_slot"_a.none(), "after"_a.none(), "tags"_a, "reserved"_a.none(),
+           "computed_in"_a.none())
       .def("poll", &PyHandler::poll, "tags"_a)
       .def("wait_for_ended", &PyHandler::wait_for_ended, "timeout"_a.none())
       .def("synchronize", &PyHandler::synchronize, "jobs"_a.none(), "timeout"_a.none())

@@ -24,10 +24,10 @@ struct Request {
 
   int channel;  // ChannelNumber
   int layer_groups = 1;
-  bool is_grouped = false;       // errors name the group of an id
-  std::vector<After> after;      // the job starts after all of these
-  int64_t tag = 0;               // of the caller, who finds it in the job
-  double began;                  // when the caller called, as now() counts
+  bool is_grouped = false;   // errors name the group of an id
+  std::vector<After> after;  // the job starts after all of these
+  int64_t tag = 0;           // of the caller, who finds it in the job
+  double began;              // when the caller called, as now() counts
   // GPU blocks. The job's blocks were computed from the latest load into each of them, unless that
   // was reported; see Work::computed_from.
   BlockLists computed_in;
