@@ -320,7 +320,7 @@ def swap_blocks_batch(
     ):
         _check({"src_ptrs": src_ptrs, "dst_ptrs": dst_ptrs, "sizes": sizes})
     if not isinstance(is_src_access_order_any, bool):
-        is_src_access_order_any = read_switch("is_src_access_order_any", is_src_access_order_any)
+        read_switch("is_src_access_order_any", is_src_access_order_any)
     _refuse_other_devices()
     torch.ops.torch_kvswap.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)
 
