@@ -53,7 +53,8 @@ class RandomEngine:
     def chooses(self, direction: str, blocks: int) -> bool | str:
         if self.spoils:
             return direction == "load"
-        return self.chosen.random() < self.rate and self.chosen.choice([True, "rejected"])
+        how = [True, "rejected", "damaged" if direction == "load" else True]
+        return self.chosen.random() < self.rate and self.chosen.choice(how)
 
     def run(self) -> Counter[str]:
         with tempfile.TemporaryDirectory() as made:

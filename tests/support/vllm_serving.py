@@ -60,7 +60,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import kv_connector as v2
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from torch_kvswap.results import BlocksRejectedError, TransferError
+from torch_kvswap.results import BlocksRejectedError, CorruptedPageError, TransferError
 
 LAYERS, BLOCK, LANES = 4, 16, 16  # LANES: numbers of 4 bytes that a layer keeps of a token
 NAMES = [f"layers.{layer}" for layer in range(LAYERS)]
@@ -481,13 +481,20 @@ def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> Non
         assert engine.tokens[name] == expected_tokens(one, count, engine.runner.window), name
 
 
+# What fails for the last block only.
+_OF_ONE_BLOCK: dict[Any, TransferError] = {
+    "rejected": BlocksRejectedError("too wide"),
+    "damaged": CorruptedPageError("other checksums"),
+}
+
+
 class Faults:
     """Makes transfers of an engine fail: bytes are destroyed before a model can read them, and the
     result says so. A load may fail in any layer and leave the layers before it right.
 
     Args:
         chooses: given the direction and the number of blocks, whether this transfer fails, and
-            "rejected" if only its last block does.
+            "rejected" or "damaged" if only its last block does.
         rank: the worker whose transfers fail.
     """
 
@@ -519,7 +526,7 @@ class Faults:
         self.count[direction] += 1
         self._failing[job.id] = how
         first = next(self._layer)
-        fail = slice(-1, None) if how == "rejected" else slice(None)
+        fail = slice(-1, None) if how in _OF_ONE_BLOCK else slice(None)
         for layout, (block, page) in zip(of_groups[fail], places[fail], strict=True):
             if direction == "store":
                 self.worker._pool.pages[page].fill_(0x5A)
@@ -537,8 +544,8 @@ class Faults:
             return result
         moves = [self.worker._open[number].move for number in result.tag]
         blocks = sum(len(some) for move in moves for some in move.blocks)
-        rejected = (blocks - 1,) if how == "rejected" else ()
-        error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
+        rejected = (blocks - 1,) if how in _OF_ONE_BLOCK else ()
+        error = _OF_ONE_BLOCK.get(how, TransferError("error 700"))
         return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
 
 
