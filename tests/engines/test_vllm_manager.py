@@ -261,9 +261,9 @@ def test_arc_counts_no_own_reuse():
 
 
 def serve(of: Any, number: int, chosen: random.Random, said: list[Any]) -> Iterator[None]:
-    """A request, step by step: it loads what is there and stores the rest. Each store ends a step
-    later, the last one after the request, its keys without an order, as vLLM's scheduler names
-    them. said: the answers to its stores, and how many chunks vLLM counts for each."""
+    """A request, step by step: it loads the blocks on the host and stores the rest. Each store ends
+    a step later, the last one after the request, its keys without an order, as vLLM's scheduler
+    names them. said: the answers to its stores, and how many chunks vLLM counts for each."""
     document = min(chosen.randrange(60), chosen.randrange(60))  # some are asked for often
     named = keys(*range(chosen.randrange(4, 9 + 40 * document // 60)), prompt=document)
     context = request(str(number), document)
@@ -290,7 +290,7 @@ def serve(of: Any, number: int, chosen: random.Random, said: list[Any]) -> Itera
 
 
 def answers(of: Any, seed: int) -> list[Any]:
-    """The answers of a manager to 600 requests, 4 of which run at a time."""
+    """What a manager answers during 600 requests, 4 at a time."""
     chosen, said = random.Random(seed), list[Any]()
     waiting = [serve(of, number, chosen, said) for number in range(600)]
     running: list[Iterator[None]] = []

@@ -34,7 +34,7 @@ class StoreThreads:
     with each failure. A thread in such a call hangs until it returns, and no other takes its place.
 
     They are daemon threads: a call that hangs does not keep the interpreter from exiting. start()
-    starts them, so that whoever is to close this object has it before there is a thread.
+    starts them, so that the owner can keep this object, and close it, before a thread exists.
 
     Args:
         what (str): the direction and the store, for messages.

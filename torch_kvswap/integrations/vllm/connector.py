@@ -345,7 +345,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         return stats
 
     def _end_store(self, keys: Any, req_context: Any, success: bool = True) -> None:
-        """complete_store() of vLLM's tiers: fails the stores of which a worker has failed."""
+        """complete_store() of vLLM's tiers. A store fails if any worker could not copy it."""
         has_failed = not self._failed_keys.isdisjoint(keys)
         self._failed_keys.difference_update(keys)
         self._complete_store(keys, req_context, success and not has_failed)
