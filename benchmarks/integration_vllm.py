@@ -10,6 +10,9 @@ decode, whose longest step counts; "long", as continued, with a longer prompt.
 the overhead is the time to first token less that of plain. The model has random weights and few KV
 heads, as a rank of a tensor-parallel server has.
 
+With --latent the model has latent attention (MLA): all ranks have the same cache. Ours has another
+engine whose ranks exchange what they load, instead of the one with encoded pages.
+
 With --tier vLLM's `fs` tier is below the host memory, that of vLLM and ours, all pages are raw, and
 there are no long prompts. At the end all engines but plain start again and serve all prompts one
 after the other: "restarted". They have to find every full block. Plain's GPU cache should have room
@@ -51,7 +54,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.tier) as folder:
         logs = options.logs or Path(folder)
-        write_model(Path(folder) / "model", {name: getattr(options, name) for name in SHAPE})
+        shape = {name: getattr(options, name) for name in SHAPE}
+        write_model(Path(folder) / "model", shape, options.latent)
         model = str(Path(folder) / "model")
         settings = engine_settings(options, model, Path(folder) / "rows")
         servers, missed = _start(settings, logs), 0
@@ -139,6 +143,8 @@ def _parser() -> ArgumentParser:
     add("--cpu-gib", type=float, default=10.0)
     add("--gpu-gib", type=float, default=10.0, help="KV cache of plain; the others get the least")
     add("--dtype", default="bfloat16")
+    add("--latent", action="store_true", help="latent attention; try --backend FLASH_ATTN_MLA")
+    add("--recompute", action="store_true", help='with "kv_load_failure_policy": "recompute"')
     add("--backend", default="FLASH_ATTN", help="attention backend")
     add("--tier", type=Path, help="folder for the files of tiers, removed at the end")
     add("--eager", action="store_true", help="no CUDA graphs: launches take most of the time then")

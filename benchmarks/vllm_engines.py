@@ -26,10 +26,16 @@ def engine_settings(options: Namespace, model: str, rows: Path) -> dict[str, dic
         "ours": connector(host, OURS, **ours),
         "ours, lossless": connector(host, OURS, **ours, encoding="lossless"),
     }
-    if options.tier:
-        del engines["ours, lossless"]  # with tiers blocks are raw
+    if options.tier or options.latent:
+        del engines["ours, lossless"]  # with tiers, and if ranks share them, blocks are raw
+    if options.latent and options.tensor_parallel > 1:
+        engines["ours, exchange"] = connector(host, OURS, exchange=True)
     small = {"num_gpu_blocks_override": _least_blocks(options)}
     common = _common(options, model)
+    if options.recompute:
+        for of_engine in engines.values():
+            if of_engine:
+                of_engine["kv_transfer_config"]["kv_load_failure_policy"] = "recompute"
     return {
         name: common | of_engine | (small if of_engine else {})
         for name, of_engine in engines.items()

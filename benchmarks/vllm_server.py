@@ -190,14 +190,15 @@ def randomize(model: Any) -> None:
     import torch
 
     generators: dict[Any, Any] = {}
+    # The ranks have parts of each weight. With latent attention they have some weights as a whole.
+    rank = 0 if hasattr(model.config, "kv_lora_rank") else torch.distributed.get_rank()
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             if weight.dim() < 2:
                 weight.fill_(1.0 if "norm" in name else 0.0)
                 continue
             if weight.device not in generators:
-                seed = 1 + torch.distributed.get_rank()  # the ranks have parts of each weight
-                generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
+                generators[weight.device] = torch.Generator(weight.device).manual_seed(1 + rank)
             scale = 1.0 if "embed" in name else 2.0 / weight.shape[1] ** 0.5
             noise = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
             noise.normal_(0.0, scale, generator=generators[weight.device])

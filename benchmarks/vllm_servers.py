@@ -77,9 +77,9 @@ class Server:
         return answer
 
 
-def write_model(folder: Path, shape: Mapping[str, int]) -> None:
-    """The configuration of a Llama; its weights are random. shape: layers, heads, kv_heads,
-    head_size, hidden, intermediate, vocabulary."""
+def write_model(folder: Path, shape: Mapping[str, int], latent: bool = False) -> None:
+    """The configuration of a Llama, or of a DeepSeek-V2 without experts if latent; its weights are
+    random. shape: layers, heads, kv_heads, head_size, hidden, intermediate, vocabulary."""
     configuration = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -99,5 +99,25 @@ def write_model(folder: Path, shape: Mapping[str, int]) -> None:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if latent:
+        del configuration["head_dim"]
+        configuration |= {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "num_key_value_heads": shape["heads"],
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": shape["head_size"],
+            "qk_rope_head_dim": 64,
+            "v_head_dim": shape["head_size"],
+            "first_k_dense_replace": shape["layers"],
+            "n_routed_experts": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": shape["intermediate"],
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+        }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(configuration))

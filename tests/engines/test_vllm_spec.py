@@ -86,6 +86,27 @@ def test_equal_caches_load_what_rank_0_stored(monkeypatch):
         worker.shutdown()
 
 
+def test_equal_caches_exchange_loads_if_asked(monkeypatch):
+    ranks = TwoWorkers()
+    monkeypatch.setattr(spec_module, "get_tp_group", lambda: ranks)
+
+    def begin(rank: int) -> Any:
+        options = {"cpu_bytes_to_use": 10 * 4096, "exchange": True}
+        settings = config(2, 1, 4096, rank=rank, replicated=True, **options)
+        return KVSwapOffloadingSpec(settings).get_worker(bf16_cache(rank))
+
+    for rank, result in enumerate(ranks.run(begin)):
+        with pytest.raises(
+            ValueError, match=rf"exchange is \({rank}, 2\), but the cache is on cpu"
+        ):
+            result()
+
+
+def test_workers_with_other_caches_exchange_nothing():
+    with pytest.raises(ValueError, match=r"exchange is true, but only .* latent attention"):
+        KVSwapOffloadingSpec(config(2, 1, 4096, cpu_bytes_to_use=10 * 4096, exchange=True))
+
+
 def test_too_few_bytes_for_a_chunk_are_refused():
     spec = KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=7999))
     said = "cpu_bytes_to_use is 7999, but one chunk of 4 blocks takes 8000 bytes in all workers"

@@ -34,11 +34,12 @@ _NOT_OF_TIERS = {
     "encoding": "raw",
     "verify": "off",
     "pin_in_background": False,
+    "exchange": False,
 }
 # Options that a server decides, and the defaults that an engine may still name.
 _OF_SERVER = {
     **{"cpu_bytes_to_use": None, "eviction_policy": "lru", "store_threshold": 1},
-    "pin_in_background": False,
+    **{"pin_in_background": False, "exchange": False},
 }
 _CHOICES = {
     "eviction_policy": POLICIES,
@@ -60,6 +61,7 @@ class SpecOptions:
         copy_method, staging_bytes: see OffloadHandler.
         encoding, verify, pin_in_background: see HostPool.
         host_server (str | None): the socket of a server that has the host memory.
+        exchange (bool): workers with equal caches exchange what they load; see OffloadHandler.
     """
 
     cpu_bytes_to_use: int = 0
@@ -71,6 +73,7 @@ class SpecOptions:
     verify: VerifyName = "off"
     pin_in_background: bool = False
     host_server: str | None = None
+    exchange: bool = False
 
 
 _OURS = tuple(field.name for field in fields(SpecOptions))
@@ -126,7 +129,7 @@ def _why_not(name: str, value: Any, config: Mapping[str, Any]) -> str:
         pass  # vLLM may know others
     elif name in _CHOICES and value not in _CHOICES[name]:
         why = f"it must be {one_of(_CHOICES[name])}"
-    elif name == "pin_in_background" and not isinstance(value, bool):
+    elif name in ("pin_in_background", "exchange") and not isinstance(value, bool):
         why = "it must be true or false"
     elif name in _LEAST:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

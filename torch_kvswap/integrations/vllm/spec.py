@@ -108,6 +108,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             how = {"serve": partial(ServedPool, path, self.config), "has_writers": True}
         elif self.replicated_layout and parallel.world_size > 1:
             how = {"make_pool": partial(replicated_pool, group=get_tp_group())}
+            if self.options.exchange:
+                how["exchange"] = parallel.rank, parallel.world_size
         sizes = self.num_pages, self._chunk_bytes
         if parallel.pp_size > 1:
             # Stages can have different numbers of layers and thus of pages; the scheduler knows the
@@ -151,6 +153,12 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             why = (
                 f"encoding is {options.encoding!r}, but the {parallel.world_size} workers have the "
                 "same cache and share raw pages; leave encoding out"
+            )
+        elif options.exchange and not (self.replicated_layout and parallel.world_size > 1):
+            why = (
+                "exchange is true, but only the workers of a model with latent attention (MLA), "
+                "tensor parallelism and vLLM's executor mp on one machine have equal caches; leave "
+                "exchange out"
             )
         elif options.host_server and parallel.pp_size * parallel.pcp_size * parallel.dcp_size > 1:
             why = (

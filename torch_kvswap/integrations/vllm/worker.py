@@ -71,6 +71,8 @@ class KVSwapWorker(base.OffloadingWorker):
         serve (Callable[..., ServedPool] | None): instead has the pages of a server, which decides
             how many there are.
         has_writers (bool): others write the pages, too. vLLM loads them only when they are whole.
+        exchange (tuple[int, int] | None): see OffloadHandler. vLLM gives all workers the same loads
+            in the same order.
         at_end (Callable[[], None]): called when nothing uses the pages any more.
 
     Attributes:
@@ -90,6 +92,7 @@ class KVSwapWorker(base.OffloadingWorker):
         make_pool: Callable[..., HostPool] = HostPool,
         serve: Callable[..., ServedPool] | None = None,
         has_writers: bool = False,
+        exchange: tuple[int, int] | None = None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._failures: list[Failure] = []
@@ -115,8 +118,13 @@ class KVSwapWorker(base.OffloadingWorker):
             self._pools = [make_pool(largest, num_pages, blocks_per_page, **how)]
         self._has_writers, self._at_end = has_writers, at_end
         pools = [self._pool.view_for(layout) for layout in layouts]
+        self._expedites_steps = exchange is None  # expedited loads are not exchanged
         self._handler = OffloadHandler(
-            layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
+            layouts,
+            pools,
+            copy_method=options.copy_method,
+            staging_bytes=options.staging_bytes,
+            exchange=exchange,
         )
         if self._served is not None:
             self._served.start(self._handler)
@@ -164,7 +172,7 @@ class KVSwapWorker(base.OffloadingWorker):
         for move in moves.values():
             move.check_whole_pages(self._blocks_per_page)
         groups = max(self.layer_groups.values(), default=0) + 1
-        return self._submit(moves, "load", expedited=True, layer_groups=groups)
+        return self._submit(moves, "load", expedited=self._expedites_steps, layer_groups=groups)
 
     def hold_stream(self) -> None:
         """Makes the current stream wait for all stores that have begun, so that what comes next may
