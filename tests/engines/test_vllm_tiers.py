@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -173,21 +174,13 @@ def test_a_reset_stores_no_reused_blocks(folder, has_tier):
 
 
 @pytest.mark.parametrize(
-    ("most", "resets", "has_tier", "stores"),
-    [
-        (None, False, False, 3),  # the control
-        (None, True, False, 0),
-        (33, False, False, 2),
-        (0, False, False, 0),
-        (None, False, True, 2),
-    ],
-    ids=["control", "reset", "limit", "limit of 0", "tier"],
+    ("most", "resets", "stores"),
+    [(None, False, 3), (None, True, 0), (33, False, 2), (0, False, 0)],
+    ids=["control", "reset", "limit", "limit of 0"],
 )
-def test_who_may_store_no_part_of_a_block(folder, caplog, most, resets, has_tier, stores):
+def test_who_may_store_no_part_of_a_block(folder, most, resets, stores):
     """Prefixes may end inside a block of states, which vLLM stores before others write to it."""
-    caplog.set_level("INFO", "torch_kvswap")
-    extra = tier(folder) if has_tier else {}
-    with serving(folder, states=True, match_unit=BLOCK // 2, extra=extra) as engine:
+    with serving(folder, states=True, match_unit=BLOCK // 2) as engine:
         engine.add("one", prompt(1, 2 * BLOCK + 13), 8, {"max_offload_tokens": most})
         seen = Faults(engine, never).seen
         engine.step()
@@ -195,7 +188,29 @@ def test_who_may_store_no_part_of_a_block(folder, caplog, most, resets, has_tier
             assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "a request runs"
         engine.run()
         assert seen["store"] == stores
-    assert ("secondary_tiers keep whole blocks only" in caplog.text) == has_tier
+
+
+@pytest.mark.parametrize("offers_parts", [False, True], ids=["whole blocks", "control"])
+def test_no_lookup_evicts_what_it_has_found(folder, caplog, offers_parts):
+    """With parts, a tier that answers at once has the end of the prompt. The host, which is full,
+    makes room for it with a block that the same lookup has counted."""
+    caplog.set_level("INFO", "torch_kvswap")
+    old, extra = prompt(1, 2 * BLOCK + 13), {"secondary_tiers": [{"type": "example"}]}
+    how = {"states": True, "match_unit": BLOCK // 2, "pages": 5, "extra": extra}
+    with serving(folder, **how) as engine:
+        part = engine.scheduler.connector.connector_scheduler
+        if offers_parts:
+            part.config = part.config._replace(supports_partial_tail=True)
+        engine.serve({"old": old})
+        engine.serve({"other": prompt(2, BLOCK + 1)})  # takes the places of parts
+        engine.forget_gpu()
+        seen = Faults(engine, never).seen
+        ends_engine = pytest.raises(AssertionError, match="not found in cache")
+        with ends_engine if offers_parts else contextlib.nullcontext():
+            engine.serve({"again": old})
+            check(engine, {"again": old})
+            assert seen["load"] == 1
+    assert "secondary_tiers keep whole blocks only" in caplog.text
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])
