@@ -159,3 +159,22 @@ def test_no_store_reads_the_next_owners_zeros(tmp_path, runner, is_async, steps)
         engine.serve({"again": first, "next again": other})
         check(engine, {"again": first, "next again": other})
         assert seen["load"] > 0
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])
+def test_transfers_end_before_vllm_frees_the_cache(tmp_path, is_told):
+    """Before it sleeps. LLM.sleep() waits for the GPU, but not for copies that have not begun."""
+    one = prompt(1, 7 * 16)
+    with serving(tmp_path, transfer=RECOMPUTE) as engine:
+        poll, engine.worker._handler.poll = engine.worker._handler.poll, list
+        engine.add("one", one, 8)
+        while not engine.worker._open:
+            engine.step()
+        if is_told:
+            engine.runner.connector.unregister_kv_caches()
+        engine.runner.caches["layers.0"].fill_(9)
+        engine.worker._handler.poll = poll
+        engine.run()
+        engine.forget_gpu()
+        engine.serve({"again": one})
+        assert (engine.tokens["again"] == expected_tokens(one, 4)) == is_told

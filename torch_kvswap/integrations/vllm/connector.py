@@ -156,6 +156,10 @@ class WorkerPart(OffloadingConnectorWorker):
             self._waited = until
             self._in_step_job.wait(layer_group=group)
 
+    def wait_for_transfers(self) -> None:
+        """Blocks the host until no transfer runs."""
+        self.worker.wait(self._stores | self._load_jobs.keys())
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; requests whose loads failed count as received, too. Blocks the host until the
         in-step loads have ended: vLLM must hear of their failures with the step's tokens."""
@@ -423,6 +427,11 @@ class KVSwapConnector(OffloadingConnector):
         """As vLLM's. Also for the scheduler part."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self.connector_scheduler.kv_cache_manager = kv_cache_manager
+
+    def unregister_kv_caches(self) -> None:
+        """Waits for all transfers, because vLLM now frees the memory of the cache, to sleep. When
+        it wakes up it maps new memory at the same addresses."""
+        self.connector_worker.wait_for_transfers()
 
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
         """As vLLM's. Where no Python runs before each layer, the step waits for the whole loads."""
