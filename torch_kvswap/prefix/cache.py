@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -147,8 +148,8 @@ class PrefixCache(NotCopyable):
         copy_method, staging_bytes, relays: see OffloadHandler.
         below (str | os.PathLike | PageStore | None): a second tier, which other processes may
             share: `"file:PATH"` or a path, `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a
-            PageStore, which close() closes. Pages are written without waiting for their eviction.
-            Needs the package xxhash. See docs/below.md.
+            PageStore, which close() closes; a constructor that raises does not. Pages are written
+            without waiting for their eviction. Needs the package xxhash. See docs/below.md.
         below_model (str | tuple[str, int, int] | None): names the model, its revision, and the
             order of axes of equal size; required with `below`, even if the keys cover the same. For
             a part of the model, (name, rank of this process, number of ranks). See docs/below.md.
@@ -208,7 +209,7 @@ class PrefixCache(NotCopyable):
         self._are_ready = ready == [pool.num_pages for pool in pools]
         self._open(of_handler, of_layers, copy_method, staging_bytes, relays)
         if below is not None:
-            self._open_below(open_store, formats, self.manager)
+            self._open_below(below, open_store, formats, self.manager)
 
     def _open(
         self,
@@ -302,29 +303,26 @@ class PrefixCache(NotCopyable):
 
     def _open_below(
         self,
+        below: str | os.PathLike[str] | PageStore,
         open_store: Callable[[], PageStore],
         formats: Sequence[PageFormat],
         manager: BlockManager,
     ) -> None:
         """Opens the store, or closes the handler and raises."""
-        try:
-            self._below = Tier(
-                open_store(),
-                formats,
-                self.pools,
-                manager,
-                self._handler._native.mark_written,
-            )
-            weakref.finalize(self, self._below.close)
-            self._below.start()
-        except BaseException:
-            if self._below is not None:
-                self._below.close()
-            self._handler.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._handler.close)
+            store = open_store()
+            if store is not below:  # else it stays its caller's
+                undo.callback(store.close)
+            mark_written = self._handler._native.mark_written
+            tier = Tier(store, formats, self.pools, manager, mark_written)
+            weakref.finalize(self, tier.close)
+            tier.start()
+            self._below = tier
+            undo.pop_all()
         for pool in self.pools:
             # The store may use the pages for longer than the handler, if it does not close.
-            pool._register_user(self._below, assigns_pages=True)
+            pool._register_user(tier, assigns_pages=True)
 
     def __repr__(self) -> str:
         return f"PrefixCache(handler={self._handler!r}, manager={self.manager!r})"

@@ -182,11 +182,7 @@ class _Pages:
                 lambda _: None,  # engines mark the pages that they load
                 on_answer,
             )
-            try:
-                self.tier.start()
-            except BaseException:
-                self.tier.close()
-                raise
+            self.tier.start()
 
 
 def _too_much(memory: int, error: NoRoomError) -> ValueError:

@@ -119,7 +119,7 @@ class Tier:
     reservations end when all calls have returned, however late.
 
     Args:
-        store (PageStore): is closed by close().
+        store (PageStore): from start() on it is the tier's, and close() closes it.
         formats (Sequence[PageFormat]): of each pool.
         pools (Sequence[HostPool]): one for each group of the manager.
         manager (BlockManager): gives the pages.
@@ -162,6 +162,7 @@ class Tier:
 
         self._must_retry = False  # pages are due that could not be written
         self._store, self._process, self._has_warned = store, ForkGuard(), False
+        self._owns_store = False  # else its caller closes it
         self._random = secrets.token_hex(8)  # see _suffix()
         largest = max(map(operator.mul, self._batch, self._page_bytes))
         count = max(min(_THREADS, BYTES_IN_FLIGHT // largest), 1)
@@ -172,9 +173,14 @@ class Tier:
     # What a PrefixCache calls.
 
     def start(self) -> None:
-        """Starts the threads, which the caller must end by close(), whatever this raises."""
-        self._reads.start()
-        self._writes.start()
+        """Starts the threads, and takes over the store. If it raises, no thread is left."""
+        try:
+            self._reads.start()
+            self._writes.start()
+            self._owns_store = True
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, found: Lookup, keys: Sequence[bytes]) -> Lookup:
         """Asks the store for what a lookup of these keys, of each group, has missed."""
@@ -342,7 +348,8 @@ class Tier:
             if self._running:
                 return
         self._memory.clear()  # so that the pools' memory can be unmapped
-        self._store.close()
+        if self._owns_store:
+            self._store.close()
 
     def _find(self) -> None:
         """Finds out what is there of an ask, and starts to read it."""

@@ -27,6 +27,7 @@ from valkey_server import ValkeyServer, server
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap._native.loader import native
 from torch_kvswap.below import threads
+from torch_kvswap.below.files import FileStore
 from torch_kvswap.prefix import BlockGroup, tier
 
 __all__ = ["server"]
@@ -817,25 +818,43 @@ def test_a_store_that_ends_its_thread_is_a_failure(
 
 
 def test_a_cache_that_gets_no_threads_leaves_none(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It closes the store that it has opened, and not its caller's."""
     before = set(threading.enumerate())
     layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
     pool = HostPool(layout, 4)
-    start = threading.Thread.start
+    start, closed = threading.Thread.start, list[FileStore]()
+    monkeypatch.setattr(FileStore, "close", lambda opened: closed.append(opened))
     for count in range(8):
-        rest = iter(range(count))
+        for below in (store, tmp_path):
+            rest = iter(range(count))
 
-        def start_some(thread: threading.Thread, rest: Iterator[int] = rest) -> None:
-            if next(rest, None) is None:
-                raise RuntimeError("can't start new thread")
-            start(thread)
+            def start_some(thread: threading.Thread, rest: Iterator[int] = rest) -> None:
+                if next(rest, None) is None:
+                    raise RuntimeError("can't start new thread")
+                start(thread)
 
-        monkeypatch.setattr(threading.Thread, "start", start_some)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            PrefixCache(layout, pool, below=store, below_model="m")
-        assert in_time(lambda: set(threading.enumerate()) <= before)
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", start_some)
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    PrefixCache(layout, pool, below=below, below_model="m")
+            assert in_time(lambda: set(threading.enumerate()) <= before)
+        assert len(set(closed)) == len(closed) == count + 1
+    assert not store.is_closed
     pool.close()
+
+
+def test_a_store_that_no_tier_takes_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
+    close = Mock()
+    monkeypatch.setattr(FileStore, "close", close)
+    monkeypatch.setattr(FileStore, "_describe", Mock(side_effect=OSError("no room")))
+    with pytest.raises(OSError, match="no room"):
+        PrefixCache(layout, HostPool(layout, 4), below=tmp_path, below_model="m")
+    assert close.call_count == 1
 
 
 def test_without_a_store_nothing_is_below() -> None:

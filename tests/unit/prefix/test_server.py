@@ -23,6 +23,7 @@ from processes import in_child
 from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_process, serving
 
 from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
+from torch_kvswap.below.files import FileStore
 from torch_kvswap.below.threads import StoreThreads
 from torch_kvswap.host_pool import system
 from torch_kvswap.prefix import BlockGroup, client
@@ -591,14 +592,18 @@ def test_a_tier_without_threads_leaves_none(
             raise RuntimeError("can't start new thread")
         start(threads)
 
+    closed = list[FileStore]()
+    monkeypatch.setattr(FileStore, "close", lambda store: closed.append(store))
     with serving(path, below=f"file:{tmp_path}"):
         with monkeypatch.context() as patch:
             patch.setattr(StoreThreads, "start", fail)
             with pytest.raises((ValueError, OSError)):
                 ServedEngine(path)
         assert in_time(lambda: not any(thread.is_alive() for thread in begun[0].threads))
+        assert not closed  # the next engine's tier uses it
         with ServedEngine(path) as engine:
             engine.compute("a")
+    assert in_time(lambda: len(closed) == 1)
 
 
 def test_below_policy_of_a_server_needs_below(tmp_path: Path) -> None:
