@@ -4,18 +4,18 @@
 
 namespace kvswap::prefix {
 
-Arc::Arc(Table& table, size_t num_pages) : EvictionPolicy(table) {
-  for (size_t i = num_pages; i < 2 * num_pages; ++i) {
-    free_ghosts_.append(table.nodes, static_cast<uint32_t>(i));
+Arc::Arc(std::vector<Node>& nodes) : EvictionPolicy(nodes), ghost_keys_(nodes.size()) {
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    free_ghosts_.append(ghost_keys_.nodes, static_cast<uint32_t>(i));
   }
 }
 
 Admission Arc::admit(const Key& key) {
   const auto recent = static_cast<double>(ghosts_[kRecent].size());
   const auto frequent = static_cast<double>(ghosts_[kFrequent].size());
-  const uint32_t ghost = table_.find(key);
+  const uint32_t ghost = ghost_keys_.find(key);
   if (ghost != kNone) {
-    const bool was_frequent = table_.nodes[ghost].list == kFrequent;
+    const bool was_frequent = ghost_keys_.nodes[ghost].list == kFrequent;
     if (was_frequent) {
       target_ = std::max(target_ - std::max(1.0, recent / frequent), 0.0);
     } else {
@@ -40,45 +40,38 @@ uint32_t Arc::evict(const Admission& admission) {
   const auto recent = static_cast<double>(sizes_[kRecent]);
   const bool too_many = recent > target_ || (admission.was_frequent && recent == target_);
   uint8_t side = too_many ? kRecent : kFrequent;
-  if (orders_[side].num_idle() == 0) side = side == kRecent ? kFrequent : kRecent;
-  const uint32_t page = orders_[side].take_oldest(table_.nodes);
+  if (num_idle_[side] == 0) side = side == kRecent ? kFrequent : kRecent;
+  const uint32_t page = take_oldest_idle(side);
   --sizes_[side];
-  if (admission.leaves_no_ghost) {  // all pages are recent
-    table_.erase(page);
-  } else {
-    add_ghost(page, side);
-  }
+  if (!admission.leaves_no_ghost) add_ghost(nodes_[page].key, side);
   return page;
 }
 
-void Arc::forget(uint32_t page) {
-  table_.erase(page);
-  --sizes_[table_.nodes[page].list];
-}
+void Arc::forget(uint32_t page) { --sizes_[nodes_[page].list]; }
 
 void Arc::use(uint32_t page) {
-  uint8_t& side = table_.nodes[page].list;
+  uint8_t& side = nodes_[page].list;
   --sizes_[side];
   side = kFrequent;
   ++sizes_[side];
 }
 
 void Arc::drop_ghost(uint32_t ghost) {
-  table_.erase(ghost);
-  ghosts_[table_.nodes[ghost].list].remove(table_.nodes, ghost);
-  free_ghosts_.append(table_.nodes, ghost);
+  ghost_keys_.erase(ghost);
+  ghosts_[ghost_keys_.nodes[ghost].list].remove(ghost_keys_.nodes, ghost);
+  free_ghosts_.append(ghost_keys_.nodes, ghost);
 }
 
-void Arc::add_ghost(uint32_t page, uint8_t side) {
+void Arc::add_ghost(const Key& key, uint8_t side) {
   // Without held pages there is always one; with them a side may be larger than it should.
   if (free_ghosts_.size() == 0) {
     const bool recent = ghosts_[kRecent].size() > ghosts_[kFrequent].size();
     drop_ghost(ghosts_[recent ? kRecent : kFrequent].oldest());
   }
-  const uint32_t ghost = free_ghosts_.take_oldest(table_.nodes);
-  table_.rename(page, ghost);
-  table_.nodes[ghost].list = side;
-  ghosts_[side].append(table_.nodes, ghost);
+  const uint32_t ghost = free_ghosts_.take_oldest(ghost_keys_.nodes);
+  ghost_keys_.insert(ghost, key);
+  ghost_keys_.nodes[ghost].list = side;
+  ghosts_[side].append(ghost_keys_.nodes, ghost);
 }
 
 }  // namespace kvswap::prefix

@@ -8,11 +8,10 @@ namespace kvswap::prefix {
 // recent, pages that were stored once, and frequent, pages that were used since, or evicted and
 // stored again. Each side remembers keys that were evicted from it, its ghosts. When a ghost is
 // stored again, its side gets more room, and its page is frequent. sizes_ counts held pages too. If
-// all pages of the side that should give one are held, the other side gives it. In the table, the
-// nodes of the pages come first, then the nodes of the ghosts.
+// all pages of the side that should give one are held, the other side gives it.
 class Arc final : public EvictionPolicy {
  public:
-  Arc(Table& table, size_t num_pages);
+  explicit Arc(std::vector<Node>& nodes);
 
   Admission admit(const Key& key) override;
   uint32_t evict(const Admission& admission) override;
@@ -24,11 +23,12 @@ class Arc final : public EvictionPolicy {
  private:
   enum Side : uint8_t { kRecent = 0, kFrequent = 1 };
   void drop_ghost(uint32_t ghost);
-  void add_ghost(uint32_t page, uint8_t side);
+  void add_ghost(const Key& key, uint8_t side);
 
   size_t num_pages_ = 0;
   double target_ = 0;  // how many pages the recent side should have
   size_t sizes_[2] = {0, 0};
+  Table ghost_keys_;  // node g is ghost g; as many as there are pages
   List ghosts_[2], free_ghosts_;
 };
 

@@ -5,14 +5,9 @@
 
 namespace kvswap::prefix {
 
-size_t num_nodes(EvictionPolicyKind kind, size_t num_pages) {
-  return kind == EvictionPolicyKind::kArc ? 2 * num_pages : num_pages;
-}
-
-std::unique_ptr<EvictionPolicy> make_policy(EvictionPolicyKind kind, Table& table,
-                                            size_t num_pages) {
-  if (kind == EvictionPolicyKind::kArc) return std::make_unique<Arc>(table, num_pages);
-  return std::make_unique<Lru>(table);
+std::unique_ptr<EvictionPolicy> make_policy(EvictionPolicyKind kind, std::vector<Node>& nodes) {
+  if (kind == EvictionPolicyKind::kArc) return std::make_unique<Arc>(nodes);
+  return std::make_unique<Lru>(nodes);
 }
 
 }  // namespace kvswap::prefix

@@ -17,26 +17,27 @@ struct Admission {
 };
 
 // Decides which page is evicted. A page with a key is held or idle, and only an idle page can be
-// evicted. Pages calls the policy and enters keys into the table; evict() and forget() take them
-// out. Node p of the table is page p. A policy may use the nodes after those of the pages for
-// itself.
+// evicted. Node p is page p, and Node::list says in which list of the policy it is.
 //
-// To add a policy: derive from EvictionPolicy, add an EvictionPolicyKind, and extend num_nodes()
-// and make_policy() (eviction.cpp). Raise kMaxLists if it has more lists.
+// A list has its pages in the order in which they are evicted. A held page can have a place there:
+// it is skipped while it is held, and evicted from there once it is idle. So the order does not
+// depend on when copies end.
+//
+// To add a policy: derive from EvictionPolicy, add an EvictionPolicyKind, and extend make_policy()
+// (eviction.cpp). Raise kMaxLists if it has more lists.
 class EvictionPolicy {
  public:
-  explicit EvictionPolicy(Table& table) : table_(table) {}
+  explicit EvictionPolicy(std::vector<Node>& nodes) : nodes_(nodes) {}
   virtual ~EvictionPolicy() = default;
 
   // Called when a key without a page is to be stored; then evict(), if no page is free, and
   // add_page().
   virtual Admission admit(const Key& key) = 0;
-  // Takes the key of an idle page out of the table and returns the page. There must be an idle
-  // page.
+  // Returns an idle page, which then loses its key. There must be an idle page.
   virtual uint32_t evict(const Admission& admission) = 0;
   // The admitted key gets a page, which is held.
   virtual void add_page(const Admission& admission) = 0;
-  // Takes the key of a page that is not idle out of the table.
+  // A page that is not idle loses its key.
   virtual void forget(uint32_t page) = 0;
 
   // A held page without a place was used.
@@ -44,32 +45,60 @@ class EvictionPolicy {
   // This many pages can be given to keys now. The number never falls.
   virtual void grow(size_t num_pages) = 0;
 
-  // See EvictionOrder: in that of the page's list.
-  void add_idle(uint32_t page) { order_of(page).add_idle(table_.nodes, page); }
-  void remove_idle(uint32_t page) { order_of(page).remove_idle(table_.nodes, page); }
-  void suspend_idle(uint32_t page) { order_of(page).suspend_idle(); }
-  void place(uint32_t page, uint32_t newer) { order_of(page).place(table_.nodes, page, newer); }
-  void unplace(uint32_t page) { order_of(page).unplace(table_.nodes, page); }
+  // A page becomes idle. Without a place it gets the newest one.
+  void add_idle(uint32_t page) {
+    if (!nodes_[page].has_place) place(page, kNone);
+    ++num_idle_[nodes_[page].list];
+  }
+  // An idle page is held from now on, and has no place.
+  void remove_idle(uint32_t page) {
+    unplace(page);
+    --num_idle_[nodes_[page].list];
+  }
+  // An idle page is held from now on, and keeps its place.
+  void suspend_idle(uint32_t page) { --num_idle_[nodes_[page].list]; }
+  // Moves a page directly before another one of its list, or to the newest place if `newer` is
+  // kNone.
+  void place(uint32_t page, uint32_t newer) {
+    unplace(page);
+    List& list = lists_[nodes_[page].list];
+    if (newer == kNone) {
+      list.append(nodes_, page);
+    } else {
+      list.insert_before(nodes_, page, newer);
+    }
+    nodes_[page].has_place = true;
+  }
+  void unplace(uint32_t page) {
+    if (nodes_[page].has_place) lists_[nodes_[page].list].remove(nodes_, page);
+    nodes_[page].has_place = false;
+  }
   // In all lists.
   size_t num_idle() const {
     size_t sum = 0;
-    for (const EvictionOrder& order : orders_) sum += order.num_idle();
+    for (const size_t num_idle : num_idle_) sum += num_idle;
     return sum;
   }
 
  protected:
-  Table& table_;
-  EvictionOrder orders_[kMaxLists];  // of each list
+  // The idle page of a list that is evicted first. There must be one.
+  uint32_t take_oldest_idle(uint8_t list) {
+    uint32_t page = lists_[list].oldest();
+    while (nodes_[page].count > 0) page = nodes_[page].after;
+    remove_idle(page);
+    return page;
+  }
+
+  std::vector<Node>& nodes_;
+  size_t num_idle_[kMaxLists] = {};  // in each list
 
  private:
-  EvictionOrder& order_of(uint32_t page) { return orders_[table_.nodes[page].list]; }
+  List lists_[kMaxLists];
 };
 
 enum class EvictionPolicyKind { kLru = 0, kArc = 1 };
 
-// How many nodes the table of a policy with this many pages must have.
-size_t num_nodes(EvictionPolicyKind kind, size_t num_pages);
-std::unique_ptr<EvictionPolicy> make_policy(EvictionPolicyKind kind, Table& table,
-                                            size_t num_pages);
+// nodes: one for each page.
+std::unique_ptr<EvictionPolicy> make_policy(EvictionPolicyKind kind, std::vector<Node>& nodes);
 
 }  // namespace kvswap::prefix

@@ -10,13 +10,9 @@ class Lru final : public EvictionPolicy {
   using EvictionPolicy::EvictionPolicy;
 
   Admission admit(const Key&) override { return {}; }
-  uint32_t evict(const Admission&) override {
-    const uint32_t page = orders_[0].take_oldest(table_.nodes);
-    table_.erase(page);
-    return page;
-  }
+  uint32_t evict(const Admission&) override { return take_oldest_idle(0); }
   void add_page(const Admission&) override {}
-  void forget(uint32_t page) override { table_.erase(page); }
+  void forget(uint32_t) override {}
   void use(uint32_t) override {}
   void grow(size_t) override {}
 };

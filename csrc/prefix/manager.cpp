@@ -353,7 +353,7 @@ void BlockManager::find_pages(const Keys& keys, bool all) {
     for (size_t start = 0; start < count;) {
       const size_t size = std::min(step, count - start);
       uint32_t* found = found_pages_.data() + at + start;
-      group.pages->find_all(keys.joined + (at + start) * kKeyBytes, size, found);
+      group.pages->table().find_all(keys.joined + (at + start) * kKeyBytes, size, found);
       if (size < count && std::find(found, found + size, kNone) != found + size) {
         std::fill(found + size, found_pages_.data() + at + count, kNone);
         break;
@@ -468,7 +468,7 @@ void BlockManager::check_distinct(const Keys& keys) {
     seen_.assign(slots, kNone);
     for (size_t i = 0; i < count; ++i) {
       const Key key = key_at(keys.joined, at + i);
-      size_t slot = groups_[g].pages->hash(key) & (slots - 1);
+      size_t slot = groups_[g].pages->table().hash(key) & (slots - 1);
       for (; seen_[slot] != kNone; slot = (slot + 1) & (slots - 1)) {
         if (!(key_at(keys.joined, at + seen_[slot]) == key)) continue;
         const std::string keys_name =

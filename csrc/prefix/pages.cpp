@@ -5,9 +5,8 @@
 namespace kvswap::prefix {
 
 Pages::Pages(size_t num_pages, EvictionPolicyKind kind, BelowPolicy below)
-    : num_pages_(num_pages),
-      table_(num_nodes(kind, num_pages)),
-      policy_(make_policy(kind, table_, num_pages)),
+    : table_(num_pages),
+      policy_(make_policy(kind, table_.nodes)),
       admissions_(num_pages),
       below_(below),
       due_(below == BelowPolicy::kNothing ? 0 : num_pages) {}
@@ -33,13 +32,6 @@ void Pages::hold_forgotten(uint32_t page) {
   if (++node.count > 1) return;  // another reservation holds it, too
   set_state(page, PageState::kForgotten);
   ++num_forgotten_;
-}
-
-void Pages::find_all(const uint8_t* keys, size_t count, uint32_t* pages) const {
-  table_.find_all(keys, count, pages);
-  for (size_t i = 0; i < count; ++i) {
-    if (pages[i] >= num_pages_) pages[i] = kNone;  // a ghost of the policy, without a page
-  }
 }
 
 void Pages::hold(uint32_t page) {
@@ -113,6 +105,7 @@ size_t Pages::assign(const uint8_t* keys, const std::vector<uint32_t>& key_indic
 
 uint32_t Pages::evict(const Admission& admission) {
   const uint32_t page = policy_->evict(admission);
+  table_.erase(page);
   uint8_t& below = table_.nodes[page].below;
   num_lost_ += (below & kDue) != 0;
   below &= kQueued;
@@ -134,9 +127,7 @@ void Pages::take_back(uint32_t page) {
 }
 
 bool Pages::publish(uint32_t page, const Key& key) {
-  uint32_t other = kNone;
-  find_all(reinterpret_cast<const uint8_t*>(&key), 1, &other);
-  if (other != kNone) {
+  if (table_.find(key) != kNone) {
     take_back(page);
     return false;
   }
@@ -166,6 +157,7 @@ void Pages::forget(uint32_t page) {
   if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
   is_idle(page) ? policy_->remove_idle(page) : policy_->unplace(page);
   policy_->forget(page);
+  table_.erase(page);
   set_state(page, PageState::kForgotten);
   table_.nodes[page].below &= kQueued;
   if (table_.nodes[page].count == 0) free(page);

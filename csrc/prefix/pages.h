@@ -28,11 +28,10 @@ class Pages {
   // For a reset, on a new object: a reservation from before the reset holds this page.
   void hold_forgotten(uint32_t page);
 
-  // The page of each key, or kNone.
-  void find_all(const uint8_t* keys, size_t count, uint32_t* pages) const;
+  // Finds the page of a key: node p is page p.
+  const Table& table() const { return table_; }
 
   const Key& key(uint32_t page) const { return table_.nodes[page].key; }
-  uint32_t hash(const Key& key) const { return table_.hash(key); }
   PageState state(uint32_t page) const { return static_cast<PageState>(table_.nodes[page].state); }
   bool is_filled(uint32_t page) const { return page != kNone && state(page) == PageState::kFilled; }
   bool has_key(uint32_t page) const {
@@ -102,7 +101,6 @@ class Pages {
   void set_state(uint32_t page, PageState state);
   void free(uint32_t page);
 
-  const size_t num_pages_;
   size_t num_ready_pages_ = 0;
   Table table_;
   // Free pages are in free_, or were never given to a key. The latter are num_tried_ to

@@ -99,9 +99,4 @@ void Table::erase(uint32_t node) {
   slots_[hole].node = kNone;
 }
 
-void Table::rename(uint32_t from, uint32_t to) {
-  nodes[to].key = nodes[from].key;
-  slots_[slot_of(from)].node = to;
-}
-
 }  // namespace kvswap::prefix

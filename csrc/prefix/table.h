@@ -24,7 +24,7 @@ struct Node {
   uint32_t before, after;  // its neighbours in the list
   uint32_t count;          // Pages: how many hold the page. LookupCounter: lookups
   uint8_t list, state;     // list: of the policy, less than kMaxLists. state: a PageState
-  bool has_place;          // in an EvictionOrder
+  bool has_place;          // in the order of eviction
   uint8_t below;           // Pages: bits of a page's way to the second tier, see pages.h
 };
 
@@ -42,8 +42,6 @@ class Table {
   // The key must not be in the table, and the node must have no key.
   void insert(uint32_t node, const Key& key);
   void erase(uint32_t node);
-  // Moves the key of node `from` to node `to`, which has none.
-  void rename(uint32_t from, uint32_t to);
 
   // Seeded at random, so that keys cannot be chosen to collide.
   uint32_t hash(const Key& key) const;

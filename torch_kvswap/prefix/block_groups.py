@@ -16,7 +16,7 @@ from torch_kvswap._native.arguments import (
     read_switch,
 )
 
-MAX_PAGES = 1 << 29  # pages, and as many ARC ghosts, have numbers of 32 bits
+MAX_PAGES = 1 << 29  # a table has up to four slots for each, with numbers of 32 bits
 
 
 @dataclass(frozen=True)
