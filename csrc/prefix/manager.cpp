@@ -83,7 +83,7 @@ int64_t BlockManager::hold(const Keys& keys, bool all, Assigned& held, bool wait
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       const uint32_t page = found_pages_[at];
       if (groups_[g].pages->is_filled(page)) {
-        pins.push_back({g, page, false});
+        pins.push_back({g, page, Copy::kLoad});
         held.key_indices.push_back(i);
         held.pages.push_back(page);
         ++held.counts[g];
@@ -94,9 +94,7 @@ int64_t BlockManager::hold(const Keys& keys, bool all, Assigned& held, bool wait
   }
   if (pins.empty() && !all) return 0;
   const int64_t id = next_id();
-  const Reservation& made =
-      reservations_.emplace(id, Reservation{Kind::kLoad, std::move(pins)}).first->second;
-  for (const Pin& pin : made.pins) {
+  for (const Pin& pin : reservations_.emplace(id, std::move(pins)).first->second) {
     Pages& pages = *groups_[pin.group].pages;
     if (all) {
       pages.hold(pin.page);
@@ -114,7 +112,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   const auto lock = lock_for(num_keys(keys), wait);
   if (resets && *resets != resets_) return std::nullopt;
   const bool is_leased = purpose == Purpose::kPreempted;
-  const Kind kind = purpose == Purpose::kPromoted ? Kind::kPromotion : Kind::kStore;
+  const Copy copy = purpose == Purpose::kPromoted ? Copy::kPromotion : Copy::kStore;
   check_distinct(keys);
   find_pages(keys, true);
   if (!has_room(keys, purpose)) return std::nullopt;
@@ -129,12 +127,10 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
     numbers->resize(num_wanted);
   assigned.counts.resize(groups_.size());
   const Stored stored{next_id(), is_leased ? next_id() : 0};
-  Reservation& made =
-      reservations_.emplace(stored.reservation, Reservation{kind, {}}).first->second;
-  Reservation* lease = nullptr;
+  std::vector<Pin>& made = reservations_[stored.reservation];
+  std::vector<Pin>* lease = nullptr;
   try {
-    if (is_leased)
-      lease = &reservations_.emplace(stored.lease, Reservation{Kind::kLease, {}}).first->second;
+    if (is_leased) lease = &reservations_[stored.lease];
   } catch (...) {
     reservations_.erase(stored.reservation);
     throw;
@@ -143,7 +139,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
     const std::vector<uint32_t>& wanted = groups_[g].wanted;
     num_evicted += take_pages(g, keys.joined + at * kKeyBytes, found_pages_.data() + at,
-                              keys.counts[g], pins, assigned.evicted.data() + num_evicted);
+                              keys.counts[g], copy, pins, assigned.evicted.data() + num_evicted);
     for (size_t i = 0; i < wanted.size(); ++i, ++written) {
       assigned.key_indices[written] = wanted[i];
       assigned.pages[written] = assigned_[i];
@@ -152,19 +148,21 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   }
   assigned.evicted.resize(num_evicted);
   if (is_leased) {
-    for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
-    leased = pins;
-    lease->pins = std::move(leased);
+    for (const Pin& pin : pins) {
+      groups_[pin.group].pages->hold(pin.page);
+      leased.push_back({pin.group, pin.page, Copy::kNone});
+    }
+    *lease = std::move(leased);
   }
-  made.pins = std::move(pins);
+  made = std::move(pins);
   if (written > 0) return stored;
-  release_all(made.pins);
+  release_all(made);
   reservations_.erase(stored.reservation);
   return Stored{0, stored.lease};
 }
 
 size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found, int64_t count,
-                                std::vector<Pin>& pins, int64_t* evicted) {
+                                Copy copy, std::vector<Pin>& pins, int64_t* evicted) {
   Group& group = groups_[g];
   for (int64_t i = 0; i < count; ++i) {
     if (found[i] != kNone) group.pages->hold(found[i]);
@@ -175,7 +173,7 @@ size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found
   for (int64_t i = 0; i < count; ++i) {
     const bool fills = next != group.wanted.end() && *next == i;
     next += fills;
-    if (found[i] != kNone) pins.push_back({g, found[i], fills});
+    if (found[i] != kNone) pins.push_back({g, found[i], fills ? copy : Copy::kNone});
   }
   return num_evicted;
 }
@@ -183,7 +181,7 @@ size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found
 void BlockManager::end(int64_t id, Outcome outcome, const RejectedPages& rejected, bool wait) {
   const auto lock = lock_for(0, wait);
   const auto of = find(id);
-  if (!wait && of->second.pins.size() > kFewKeys) throw Busy{};
+  if (!wait && of->second.size() > kFewKeys) throw Busy{};
   end(of, outcome, rejected);
 }
 
@@ -191,14 +189,13 @@ void BlockManager::end(Reservations::iterator of, Outcome outcome, const Rejecte
   const bool has_failed = outcome == Outcome::kFailed;
   const bool notes = outcome == Outcome::kDamaged && below_ != BelowPolicy::kNothing;
   if (notes) corrupted_.reserve(corrupted_.size() + rejected.size());
-  const Reservation& reservation = of->second;
-  for (const Pin& pin : reservation.pins) {
-    if (!reservation.moves(pin)) continue;  // cached before
+  for (const Pin& pin : of->second) {
+    if (pin.copy == Copy::kNone) continue;
     Group& group = groups_[pin.group];
     const bool is_rejected =
         !rejected.empty() && std::binary_search(rejected.begin(), rejected.end(),
                                                 std::pair<uint32_t, int64_t>(pin.group, pin.page));
-    if (reservation.kind == Kind::kWrite) {
+    if (pin.copy == Copy::kWrite) {
       group.pages->end_write(pin.page, !has_failed && !is_rejected);
     } else if (has_failed || is_rejected) {
       if (is_rejected && notes && group.pages->was_read(pin.page)) {
@@ -206,15 +203,15 @@ void BlockManager::end(Reservations::iterator of, Outcome outcome, const Rejecte
       }
       group.pages->forget(pin.page);
       ++group.counters.failed;
-    } else if (pin.fills) {
-      const bool was_read = reservation.kind == Kind::kPromotion;
+    } else if (pin.copy == Copy::kLoad) {
+      ++group.counters.loaded;
+    } else {
+      const bool was_read = pin.copy == Copy::kPromotion;
       const bool is_filled = group.pages->mark_filled(pin.page, was_read);
       (was_read ? group.counters.promoted : group.counters.stored) += is_filled;
-    } else {
-      ++group.counters.loaded;
     }
   }
-  release_all(reservation.pins);
+  release_all(of->second);
   reservations_.erase(of);
 }
 
@@ -243,10 +240,10 @@ void BlockManager::take_back(const std::vector<int64_t>& pages, bool wait) {
 
 void BlockManager::abandon(int64_t id, bool wait) {
   const auto lock = lock_for(0, wait);
-  const Reservation& reservation = find(id)->second;
-  if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
-  for (const Pin& pin : reservation.pins) {
-    if (pin.fills) groups_[pin.group].pages->forget(pin.page);
+  const std::vector<Pin>& pins = find(id)->second;
+  if (!wait && pins.size() > kFewKeys) throw Busy{};
+  for (const Pin& pin : pins) {
+    if (pin.copy != Copy::kNone) groups_[pin.group].pages->forget(pin.page);
   }
 }
 
@@ -261,19 +258,19 @@ Due BlockManager::hold_due(size_t count, size_t group, bool wait) {
   due.pages.reserve(count);
   due.keys.reserve(count * kKeyBytes);
   const int64_t id = next_id();
-  Reservation& reservation = reservations_.emplace(id, Reservation{Kind::kWrite, {}}).first->second;
+  std::vector<Pin>& reservation = reservations_[id];
   groups_.at(group).pages->hold_due(count, kFewKeys, pages);
   for (const uint32_t page : pages) {
     const auto* key = reinterpret_cast<const uint8_t*>(&groups_[group].pages->key(page));
     due.keys.insert(due.keys.end(), key, key + kKeyBytes);
     due.pages.push_back(page);
-    pins.push_back({static_cast<uint32_t>(group), page, false});
+    pins.push_back({static_cast<uint32_t>(group), page, Copy::kWrite});
   }
   if (pins.empty()) {
     reservations_.erase(id);
     return due;
   }
-  reservation.pins = std::move(pins);
+  reservation = std::move(pins);
   due.reservation = id;
   return due;
 }
@@ -322,8 +319,8 @@ void BlockManager::reset() {
     pages[g]->take_over(*groups_[g].pages);
     groups_[g].pages.swap(pages[g]);
   }
-  for (const auto& [id, reservation] : reservations_) {
-    for (const Pin& pin : reservation.pins) {
+  for (const auto& [id, pins] : reservations_) {
+    for (const Pin& pin : pins) {
       groups_[pin.group].pages->hold_forgotten(pin.page);
     }
   }

@@ -148,25 +148,17 @@ class BlockManager {
   std::vector<uint64_t> stats(size_t group);
 
  private:
+  // What the copy of a reservation does with a page: nothing, load it, fill it from the GPU or from
+  // below, or write it there.
+  enum class Copy : uint8_t { kNone, kLoad, kStore, kPromotion, kWrite };
   // A page that a reservation holds.
   struct Pin {
     uint32_t group;
     uint32_t page;
-    bool fills;  // the store that it is reserved for writes the page
+    Copy copy;
   };
-  enum class Kind { kLoad, kStore, kPromotion, kWrite, kLease };
-  // The pages of a load, a store, a promotion from below or a write to there, until its copy has
-  // ended, or those of a preempted request.
-  struct Reservation {
-    Kind kind;
-    std::vector<Pin> pins;  // in the order of the keys
-
-    // Whether the copy concerns this page.
-    bool moves(const Pin& pin) const {
-      return kind == Kind::kLoad || kind == Kind::kWrite || (pin.fills && kind != Kind::kLease);
-    }
-  };
-  using Reservations = std::unordered_map<int64_t, Reservation>;
+  // The pages of each reservation, in the order of the keys.
+  using Reservations = std::unordered_map<int64_t, std::vector<Pin>>;
   struct Group {
     GroupOptions options;
     std::unique_ptr<Pages> pages;
@@ -197,9 +189,9 @@ class BlockManager {
   // Sets `wanted` of each group, and counts the keys below the store threshold. Returns whether
   // there are pages for all that are wanted.
   bool has_room(const Keys& keys, Purpose purpose);
-  // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
-  // them. Returns how many pages it has written to `evicted`.
-  size_t take_pages(uint32_t group, const uint8_t* keys, uint32_t* found, int64_t count,
+  // Holds the pages that a group's keys have, gives pages to `wanted`, which `copy` fills, and adds
+  // pins for all of them. Returns how many pages it has written to `evicted`.
+  size_t take_pages(uint32_t group, const uint8_t* keys, uint32_t* found, int64_t count, Copy copy,
                     std::vector<Pin>& pins, int64_t* evicted);
   void release_all(const std::vector<Pin>& pins);
 
