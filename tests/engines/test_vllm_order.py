@@ -14,7 +14,7 @@ from patience import PATIENCE
 from pinning_steps import PinningSteps
 from simulated_cache import CURRENT, run_until
 from simulated_driver import Driver, place, simulated
-from vllm_contract import KVSwapWorker, common, submit, worker_module
+from vllm_contract import KVSwapWorker, caches, common, submit, worker_module
 
 from torch_kvswap.host_pool import pinning
 from torch_kvswap.host_pool.pool import HostPool
@@ -22,6 +22,7 @@ from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.layout import PagedLayout
 
 BLOCK, PAGE = 3, 5
+NONE = caches([[]], [], "cpu")  # instead of the cache on the simulated GPU
 
 
 @contextlib.contextmanager
@@ -40,7 +41,7 @@ def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
         return made
 
     with mock.patch.object(worker_module, "group_layouts", return_value=[layout]):
-        worker = KVSwapWorker(None, 16, 1, SpecOptions(1), make_pool=pageable)
+        worker = KVSwapWorker(NONE, 16, 1, SpecOptions(1), [[]], make_pool=pageable)
     worker._pool.pages.random_(256)
     try:
         yield worker, cache
@@ -108,7 +109,7 @@ def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
         mock.patch.object(pinning, "CHUNK_BYTES", 32 * mib),
         mock.patch.object(HostPool, "wait_ready", wait),
     ):
-        worker = KVSwapWorker(None, 96, 1, SpecOptions(1, pin_in_background=True))
+        worker = KVSwapWorker(NONE, 96, 1, SpecOptions(1, pin_in_background=True), [[]])
         assert not worker._pool.is_ready
         for number, (page, block) in enumerate(((95, 0), (0, 1))):
             submit(worker, number, "store", [block], common.CPULoadStoreSpec([page]))

@@ -57,11 +57,6 @@ def test_pipeline_stages_have_the_schedulers_pages(monkeypatch, layers, nbytes, 
     assert [result() for result in stages.run(begin)] == [pages, pages]
 
 
-def test_a_worker_without_layers_says_so():
-    with pytest.raises(ValueError, match="no layer of this worker has a KV cache to offload"):
-        KVSwapOffloadingSpec(config(cpu_bytes_to_use=5000)).get_worker(caches([[]], [64], "cpu"))
-
-
 def test_equal_caches_load_what_rank_0_stored(monkeypatch):
     """With the checksums of rank 0."""
     both = [bf16_cache(0), bf16_cache(1)]

@@ -189,6 +189,11 @@ def caches(
     )
 
 
+def names(groups: Sequence[Sequence[Any]]) -> list[list[str]]:
+    """A name for each layer."""
+    return [[f"{group}.{at}" for at in range(len(of))] for group, of in enumerate(groups)]
+
+
 def submit(
     worker: Any, number: int, direction: str, blocks: list[int], spec: Any, first: int = 0
 ) -> None:

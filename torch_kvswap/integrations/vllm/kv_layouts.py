@@ -63,9 +63,7 @@ class Move(NamedTuple):
 
 
 def group_layouts(
-    kv_caches: Any,
-    dtype: torch.dtype | None = None,
-    layers: Sequence[Sequence[str]] = (),
+    kv_caches: Any, layers: Sequence[Sequence[str]], dtype: torch.dtype | None = None
 ) -> list[PagedLayout | None]:
     """Makes a layout for each group of layers; None for a group without layers in this worker.
 
@@ -75,27 +73,23 @@ def group_layouts(
 
     Args:
         kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].
+        layers (Sequence[Sequence[str]]): names of the layers of each group.
         dtype (torch.dtype | None): the type of the keys and values, if it matters.
-        layers (Sequence[Sequence[str]]): names of the layers of each group; empty if not known.
     """
     layouts: list[PagedLayout | None] = []
-    for group, refs in enumerate(kv_caches.group_data_refs):
-        sizes: dict[int, int] = {}
-        for ref in refs:
+    for refs, names in zip(kv_caches.group_data_refs, layers, strict=True):
+        if len(refs) != len(names):  # a block has all layers
+            names = [f"{names[0]} to {names[-1]}"]
+        name_of, sizes = dict[int, str](), dict[int, int]()
+        for ref, name in zip(refs, names, strict=True):
+            name_of[ref.tensor_idx] = name
             sizes[ref.tensor_idx] = max(ref.page_size_bytes, sizes.get(ref.tensor_idx, 0))
-        tensors: Any = [kv_caches.tensors[index].tensor[:, :size] for index, size in sizes.items()]
-        if layers:
-            names = _tensor_names(refs, layers[group])
-            tensors = dict(zip(map(names.__getitem__, sizes), tensors, strict=True))
+        tensors = {
+            name: kv_caches.tensors[index].tensor[:, : sizes[index]]
+            for index, name in name_of.items()
+        }
         layouts.append(PagedLayout(tensors, 0, dtype=dtype) if tensors else None)
     return layouts
-
-
-def _tensor_names(refs: Sequence[Any], layers: Sequence[str]) -> dict[int, str]:
-    """A name for each tensor of a group."""
-    if len(refs) != len(layers):  # all layers are one tensor, or keys and values are two
-        layers = [f"{layers[0]} to {layers[-1]}, tensor {place}" for place in range(len(refs))]
-    return {ref.tensor_idx: name for ref, name in zip(refs, layers, strict=True)}
 
 
 def read_move(gpu: Any, host: Any, has_layers: Sequence[bool], blocks_per_page: int) -> Move:

@@ -42,8 +42,9 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
         """Our worker, or vLLM's own, which is always made: it maps and pins the memory."""
         theirs: Any = super().create_worker(kv_caches)
         chunks = theirs._store_handler.dst_tensors
+        layers = [group.layer_names for group in self.config.groups]
         try:
-            why = self._why_theirs(kv_caches, chunks)
+            why = self._why_theirs(kv_caches, group_layouts(kv_caches, layers), chunks)
             if why:
                 _log.info(
                     "vLLM's own worker moves the KV-cache blocks, because torch_kvswap would lay "
@@ -60,7 +61,6 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
             def make_pool(layout: PagedLayout, pages: int, blocks: int, **how: Any) -> HostPool:
                 return HostPool.over(memory, layout, blocks, **place, **how)
 
-            layers = [group.layer_names for group in self.config.groups]
             return KVSwapWorker(
                 *(kv_caches, self.num_chunks, 1, self.options, layers, make_pool),
                 has_writers=True,
@@ -70,11 +70,14 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
             theirs.shutdown()
             raise
 
-    def _why_theirs(self, kv_caches: Any, chunks: Sequence[Tensor]) -> str:
+    def _why_theirs(
+        self, kv_caches: Any, layouts: Sequence[PagedLayout | None], chunks: Sequence[Tensor]
+    ) -> str:
         """Where our worker would put a block in another place than vLLM's; empty if nowhere.
 
         Args:
             kv_caches: vLLM's CanonicalKVCaches.
+            layouts (Sequence[PagedLayout | None]): of each group of layers.
             chunks (Sequence[Tensor]): vLLM's chunks of each of its tensors, [chunks, bytes].
         """
         if self.blocks_per_chunk > 1:
@@ -88,7 +91,7 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
         ):
             return "layers have the heads of all workers"
         first = chunks[0].data_ptr()
-        for refs, layout in zip(kv_caches.group_data_refs, group_layouts(kv_caches), strict=True):
+        for refs, layout in zip(kv_caches.group_data_refs, layouts, strict=True):
             begin = 0
             for tensor, size in zip(
                 dict.fromkeys(ref.tensor_idx for ref in refs),

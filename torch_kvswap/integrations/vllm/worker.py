@@ -88,7 +88,7 @@ class KVSwapWorker(base.OffloadingWorker):
         num_pages: int,
         blocks_per_page: int,
         options: SpecOptions,
-        layers: Sequence[Sequence[str]] = (),
+        layers: Sequence[Sequence[str]],
         make_pool: Callable[..., HostPool] = HostPool,
         serve: Callable[..., ServedPool] | None = None,
         has_writers: bool = False,
@@ -96,9 +96,9 @@ class KVSwapWorker(base.OffloadingWorker):
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._failures: list[Failure] = []
-        self.layer_groups = _layer_groups(kv_caches, layers) if layers else {}
+        self.layer_groups = _layer_groups(kv_caches, layers)
         dtype = torch.bfloat16 if options.encoding != "raw" else None
-        of_groups = group_layouts(kv_caches, dtype, layers)
+        of_groups = group_layouts(kv_caches, layers, dtype)
         self._has_layers = [layout is not None for layout in of_groups]
         layouts = [layout for layout in of_groups if layout is not None]
         if not layouts:

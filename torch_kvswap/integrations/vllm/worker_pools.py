@@ -22,29 +22,16 @@ def replicated_pool(
     Args:
         layout, num_pages, blocks_per_page, options: see HostPool; the same in all workers.
         group (GroupCoordinator): vLLM's group of the workers.
-
-    Raises:
-        RuntimeError: the first worker has failed.
     """
     shape = num_pages, blocks_per_page
-    if group.rank_in_group == 0:
-        memory = None
-        try:
-            pool = HostPool(layout, *shape, **options, shared=True)
-            handle = pool.share()
-            memory = f"/proc/{os.getpid()}/fd/{handle.fd}", pool.page_bytes, handle.tensors
-        finally:  # the others wait for it
-            group.broadcast_object(memory)
-        with contextlib.closing(handle):
+    if group.rank_in_group == 0:  # if it fails, vLLM ends the others
+        pool = HostPool(layout, *shape, **options, shared=True)
+        with contextlib.closing(pool.share()) as handle:
+            path = f"/proc/{os.getpid()}/fd/{handle.fd}"
+            group.broadcast_object((path, pool.page_bytes, handle.tensors))
             group.barrier()
         return pool
-    memory = group.broadcast_object()
-    if memory is None:
-        raise RuntimeError(
-            f"worker {group.rank_in_group} got no host pool, because worker 0 has failed; see its "
-            "log"
-        )
-    path, page_bytes, tensors = memory
+    path, page_bytes, tensors = group.broadcast_object()
     try:
         with (
             open(path, "r+b", buffering=0) as file,
