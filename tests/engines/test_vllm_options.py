@@ -15,7 +15,7 @@ SERVER = {"host_server": "unix:/s", "cpu_bytes_to_use": None}
 
 def test_our_options_are_read_and_vllms_left():
     ours = {
-        "cpu_bytes_to_use": 7.3,  # vLLM computes it from --kv-offloading-size, in GiB
+        "cpu_bytes_to_use": 7.0,  # in JSON 1e10 is such a number
         "eviction_policy": "arc",
         "store_threshold": 2,
         "copy_method": "strided",
@@ -46,6 +46,10 @@ def test_our_options_are_read_and_vllms_left():
         ({"x": 1}, "x is 1; KVSwapConnector does not know it; the options are cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": math.inf}, "cpu_bytes_to_use is inf; it must be a whole number"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use is True; it must be a whole number"),
+        (
+            {"cpu_bytes_to_use": 1.5},
+            "cpu_bytes_to_use is 1.5; it must be a whole number, 1 or more",
+        ),
         ({"staging_bytes": 1.5}, "staging_bytes is 1.5; it must be a whole number, 0 or more"),
         ({"eviction_policy": "mru"}, "eviction_policy is 'mru'; it must be 'lru' or 'arc'"),
         ({"copy_method": 3}, "copy_method is 3; it must be 'auto', 'copy_engines', 'batch',"),
