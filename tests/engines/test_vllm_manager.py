@@ -125,17 +125,12 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
     assert list(ours.take_events()) == [], "none were wanted"
 
 
-def test_calls_out_of_turn_are_errors():
-    ours, twice = manager(), request("twice")
+def test_loading_what_is_not_there_is_an_error():
+    ours = manager()
     ours.prepare_store(keys(1), request())
     for place in (1, 2):
-        with pytest.raises(RuntimeError, match="request twice: not all of the 1 chunks to load"):
-            ours.prepare_load(keys(place), twice)
-    ours.complete_store(keys(1), request())
-    ours.prepare_load(keys(1), twice)
-    ours.complete_load(keys(1), twice)
-    with pytest.raises(RuntimeError, match="request twice: no load of these 1 chunks is open"):
-        ours.complete_load(keys(1), twice)
+        with pytest.raises(RuntimeError, match="request one: not all of the 1 chunks to load"):
+            ours.prepare_load(keys(place), request("one"))
 
 
 # Events

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import math
 import sys
 from collections import Counter, deque
 from collections.abc import Collection
@@ -77,12 +76,7 @@ class KVSwapWorkerMetadata(OffloadingWorkerMetadata):
 
 class WorkerPart(OffloadingConnectorWorker):
     """Reports what failed: pages to the scheduler part, blocks or requests to vLLM. Makes the
-    model's stream wait for in-step loads.
-
-    Args:
-        spec (KVSwapOffloadingSpec | KVSwapTieringSpec): makes the worker, ours or vLLM's own.
-        vllm_config (VllmConfig): vLLM's configuration.
-        kv_cache_config (KVCacheConfig): the groups of layers.
+    model's stream wait for in-step loads. The spec makes the worker, ours or vLLM's own.
 
     Attributes:
         failed_blocks (set[int]): GPU blocks that were not loaded, if vLLM can recompute single
@@ -299,8 +293,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
         too: it takes max_offload_tokens of 0 for no limit there, and fails at a limit before it."""
         states = scheduler_output.kv_connector_block_state
         if states is not None and states.boundary_state_offloads:
+            limits = {name: one.max_offload_tokens for name, one in self._req_status.items()}
             stored = {
-                name: [one for one in ends if one[2] <= self._most_stored(name)]
+                name: [one for one in ends if limits.get(name) is None or one[2] <= limits[name]]
                 for name, ends in states.boundary_state_offloads.items()
             }
             states = replace(states, boundary_state_offloads=stored)
@@ -363,12 +358,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
         for name, status in self._req_status.items():
             self._stopped_stores.setdefault(name, status.max_offload_tokens)
             status.max_offload_tokens = 0
-
-    def _most_stored(self, name: str) -> float:
-        """The tokens of a request that may be stored."""
-        status = self._req_status.get(name)
-        most = None if status is None else status.max_offload_tokens
-        return math.inf if most is None else most
 
     def _forget_computed(self) -> None:
         """Forgets what may have been computed from a failed in-step load.

@@ -22,7 +22,6 @@ _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
 _Load = TypeVar("_Load")
 FAILURES, PAGES = "kvswap:transfer_failures", "kvswap:pages"  # a counter and a gauge of our own
-Usage = dict[tuple[str, ...], float]  # gauges, by name and values of labels
 
 
 class HostManager(base.OffloadingManager, Generic[_Load]):
@@ -61,8 +60,6 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
         Raises:
             RuntimeError: a key has no page.
         """
-        if not keys:
-            return CPULoadStoreSpec([])
         begun = self._begin_load(keys, req_context)
         if begun is None:
             raise RuntimeError(
@@ -74,21 +71,10 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
         return CPULoadStoreSpec(pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Ends one load of exactly these keys by this request.
-
-        Raises:
-            RuntimeError: none is open.
-        """
-        if not keys:
-            return
+        """Ends one load of exactly these keys by this request."""
         name = req_context.req_id, frozenset(keys)
-        loads = self._loads.get(name)
-        if loads is None:
-            raise RuntimeError(
-                f"request {req_context.req_id}: no load of these {len(keys)} chunks is open"
-            )
-        load = loads.pop()
-        if not loads:
+        load = self._loads[name].pop()
+        if not self._loads[name]:
             del self._loads[name]
         self._end_load(load, keys)
 
@@ -102,10 +88,6 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
         ends, their chunks are forgotten."""
         self._failed.update(pages)
 
-    def take_events(self) -> Iterable[Any]:
-        """The events since the last call."""
-        return ()
-
     def config_info(self) -> list[Mapping[str, Any]]:
         """The labels of vLLM's metric vllm:kv_offload_config_info."""
         return [self._info]
@@ -113,12 +95,19 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
     def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
         return CacheHitSource.HOST
 
-    def _stats_with(self, usage: Usage) -> OffloadingConnectorStats:
+    def _stats_with(self, now: BlockStats | None) -> OffloadingConnectorStats:
         """Statistics under the names of vLLM's own manager, so that dashboards keep working, and
-        the pages by state."""
+        the pages by state. vLLM's gauges count only pages in flight, which cannot be evicted."""
         stats = OffloadingConnectorStats()
-        for (name, *labels), value in usage.items():
-            stats.set_gauge(name, value, tuple(labels))
+        if now is not None:
+            in_flight = now.pages - now.free_pages - now.idle_pages
+            used, writing = in_flight / now.pages, now.filling_pages / now.pages
+            stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, used)
+            stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
+            stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, max(used - writing, 0))
+            states = {"free": now.free_pages, "used": now.idle_pages, "in_flight": in_flight}
+            for state, pages in states.items():
+                stats.set_gauge(PAGES, pages, (state,))
         for size in self._sizes:
             stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         self._sizes.clear()
@@ -307,7 +296,7 @@ class KVSwapManager(HostManager[Reservation]):
 
     def get_stats(self) -> OffloadingConnectorStats:
         now = self._blocks.stats()
-        stats = self._stats_with(usage_of(now))
+        stats = self._stats_with(now)
         if self._counts_offers:
             stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, now.skipped - self._skipped)
             self._skipped = now.skipped
@@ -321,16 +310,3 @@ class KVSwapManager(HostManager[Reservation]):
             self._events.append(
                 base.OffloadingEvent(list(keys), base.Medium.CPU, removed, **details)
             )
-
-
-def usage_of(now: BlockStats) -> Usage:
-    """The gauges. vLLM's count only pages in flight, which cannot be evicted."""
-    in_flight = now.pages - now.free_pages - now.idle_pages
-    used, writing = in_flight / now.pages, now.filling_pages / now.pages
-    states = {"free": now.free_pages, "used": now.idle_pages, "in_flight": in_flight}
-    return {
-        (CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC,): used,
-        (CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC,): writing,
-        (CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC,): max(used - writing, 0.0),
-        **{(PAGES, state): pages for state, pages in states.items()},
-    }

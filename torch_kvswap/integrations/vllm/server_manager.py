@@ -15,13 +15,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.integrations.vllm.scheduler_side import (
-    HostManager,
-    Key,
-    Usage,
-    usage_of,
-)
+from torch_kvswap.integrations.vllm.scheduler_side import HostManager, Key
 from torch_kvswap.prefix.client import RemoteReservation
+from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import KeyState
 from torch_kvswap.prefix.scheduler_session import SchedulerSession
 
@@ -121,8 +117,8 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._storing: dict[Key, int] = {}  # their pages
         self._resets = session.resets
         self._is_new_step = True
-        self._usage: Usage = {}
-        self._usage_asked = -_STATS_SECONDS
+        self._stats: BlockStats | None = None  # as the server has told them last
+        self._stats_asked = -_STATS_SECONDS
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         self._requests.add(req_context.req_id)
@@ -147,7 +143,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
     ) -> tuple[list[RemoteReservation], Any] | None:
         asked = _Asked.of(req_context, self._resets, starts=True)
         pages = list(map(asked.states.get, keys, repeat(KeyState.ABSENT)))
-        if min(pages) < 0:
+        if min(pages, default=0) < 0:
             return None
         held = asked.take_held()
         asked.see(req_context, keys)
@@ -260,12 +256,12 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._forget()
 
     def get_stats(self) -> OffloadingConnectorStats:
-        """The usage is that of the server."""
+        """The pages are those of the server."""
         now = time.monotonic()
-        if now - self._usage_asked > _STATS_SECONDS:
-            self._usage_asked = now
-            self._session.ask_stats(lambda stats: self._usage.update(usage_of(stats)))
-        return self._stats_with(self._usage)
+        if now - self._stats_asked > _STATS_SECONDS:
+            self._stats_asked = now
+            self._session.ask_stats(partial(setattr, self, "_stats"))
+        return self._stats_with(self._stats)
 
     def shutdown(self) -> None:
         """Leaves the server."""
