@@ -286,13 +286,13 @@ def random_loads(
 @simulated
 def test_random_exchanged_loads_have_the_pages_bytes(driver: Driver, encoding: Any) -> None:
     torch.set_num_threads(1)
-    assert sum(random_loads(driver, seed, encoding) for seed in range(5)) == 0
+    assert sum(random_loads(driver, seed, encoding) for seed in range(10)) == 0
 
 
 @needs_kernels
 @simulated
 def test_random_faults_leave_no_wrong_bytes(driver: Driver) -> None:
-    assert sum(random_loads(driver, seed, faults=True) for seed in range(8)) == 0
+    assert sum(random_loads(driver, seed, faults=True) for seed in range(24)) == 0
 
 
 @needs_kernels

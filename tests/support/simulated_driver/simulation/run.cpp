@@ -112,10 +112,21 @@ void Device::work() {
   std::unique_lock<std::mutex> lock(mutex);
   while (!stopping_) {
     std::vector<std::shared_ptr<Stream>> ready;
+    bool has_slow = false;
     for (const auto& [key, stream] : streams_) {
       if (!is_ready(*stream)) continue;
       const unsigned slow = slowness(*stream);
-      if (slow == 1 || random_() % slow == 0) ready.push_back(stream);
+      if (slow == 1 || random_() % slow == 0) {
+        ready.push_back(stream);
+      } else {
+        has_slow = true;
+      }
+    }
+    if (ready.empty() && has_slow) {  // their turn comes
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
+      continue;
     }
     if (ready.empty()) {
       // A value that a stream waits for changes without a word.
