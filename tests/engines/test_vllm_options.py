@@ -31,6 +31,7 @@ def test_our_options_are_read_and_vllms_left():
         "self_describing_kv_events": True,
         "canonical_layout": False,
         "cache_policy_module_path": None,
+        "host_server": None,
         "secondary_tiers": [],
     }
     read = read_options(ours | of_vllm)
@@ -41,7 +42,6 @@ def test_our_options_are_read_and_vllms_left():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"cpu_bytes_to_use": None}, "cpu_bytes_to_use is None; it must be a whole number"),
         ({"evict_policy": 1}, "KVSwapConnector does not know it; did you mean eviction_policy"),
         ({"x": 1}, "x is 1; KVSwapConnector does not know it; the options are cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": math.inf}, "cpu_bytes_to_use is inf; it must be a whole number"),
@@ -79,12 +79,13 @@ def test_a_wrong_option_is_refused_by_name(wrong, said):
         read_options({"cpu_bytes_to_use": 1, **wrong})
 
 
-def test_the_bytes_of_host_memory_must_be_given():
+@pytest.mark.parametrize("given", [{}, {"cpu_bytes_to_use": None}])
+def test_the_bytes_of_host_memory_must_be_given(given):
     with pytest.raises(ValueError, match="needs cpu_bytes_to_use, bytes of host memory"):
-        read_options({})
+        read_options(given)
 
 
 def test_with_tiers_vllm_reads_its_managers_options():
     of_vllm = {"canonical_layout": True, "eviction_policy": "mine", "cache_policy_module_path": "a"}
-    of_vllm |= {"max_tracker_size": 9, "backpressure": {}}
-    assert read_options({"cpu_bytes_to_use": 10, **TIERS, **of_vllm}) == SpecOptions(10)
+    of_vllm |= {"backpressure": {}}
+    assert read_options({"cpu_bytes_to_use": 10, **TIERS, **of_vllm}) == SpecOptions(10, "mine")

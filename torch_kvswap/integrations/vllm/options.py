@@ -25,21 +25,13 @@ _OF_VLLM = (
 # Options of vLLM's tiers and of their manager.
 _OF_TIERS = (
     *("secondary_tiers", "tier_poll_interval_s", "backpressure", "canonical_layout"),
-    *("cache_policy_module_path", "max_tracker_size"),
+    "cache_policy_module_path",
 )
-# Options that vLLM's tiers do not have, and their defaults.
-_NOT_OF_TIERS = {
-    "host_server": None,
-    "encoding": "raw",
-    "verify": "off",
-    "pin_in_background": False,
-    "exchange": False,
-}
-# Options that a server decides, and the defaults that an engine may still name.
-_OF_SERVER = {
-    **{"cpu_bytes_to_use": None, "eviction_policy": "lru", "store_threshold": 1},
-    **{"pin_in_background": False, "exchange": False},
-}
+# Options that vLLM's tiers do not have, and options that a server decides.
+_NOT_OF_TIERS = "host_server", "encoding", "verify", "pin_in_background", "exchange"
+_OF_SERVER = (
+    *("cpu_bytes_to_use", "eviction_policy", "store_threshold", "pin_in_background", "exchange"),
+)
 _CHOICES = {
     "eviction_policy": POLICIES,
     "copy_method": CHOICES,
@@ -55,7 +47,7 @@ class SpecOptions:
 
     Attributes:
         cpu_bytes_to_use (int): host memory of all workers together, in bytes; 0 with host_server.
-        eviction_policy (str): "lru" or "arc".
+        eviction_policy (str): "lru" or "arc"; with tiers vLLM reads it.
         store_threshold (int): a chunk is stored when this many requests have contained it.
         copy_method, staging_bytes: see OffloadHandler.
         encoding, verify, pin_in_background: see HostPool.
@@ -82,22 +74,20 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
     """Reads the options. With `secondary_tiers` vLLM reads those of its tiers and their manager.
 
     Args:
-        config (Mapping[str, Any]): kv_connector_extra_config.
+        config (Mapping[str, Any]): kv_connector_extra_config. An option that is None is not set.
 
     Raises:
         ValueError: an option is unknown or missing, has an invalid value, or contradicts another.
     """
+    config = {name: value for name, value in config.items() if value is not None}
     for name, value in config.items():
         if why := _why_not(name, value, config):
             raise ValueError(f"kv_connector_extra_config: {name} is {value!r}; {why}")
     given = {name: config[name] for name in _OURS if name in config}
-    if given.get("host_server") is not None:
+    if "host_server" in given:
         given["host_server"] = given["host_server"].removeprefix(SCHEME)
-        given.pop("cpu_bytes_to_use", None)
     elif "cpu_bytes_to_use" not in given:
         raise ValueError("kv_connector_extra_config needs cpu_bytes_to_use, bytes of host memory")
-    if config.get("secondary_tiers"):
-        given["eviction_policy"] = "lru"  # vLLM reads it
     return SpecOptions(**given | {name: int(given[name]) for name in _LEAST if name in given})
 
 
@@ -113,17 +103,16 @@ def _why_not(name: str, value: Any, config: Mapping[str, Any]) -> str:
         why = f"KVSwapConnector does not know it; {did_you_mean(name, known)}"
     elif name in _OF_TIERS and value and not has_tiers:
         why = "it is for vLLM's manager of secondary_tiers, and there are none; leave it out"
-    elif has_tiers and value != _NOT_OF_TIERS.get(name, value):
+    elif has_tiers and name in _NOT_OF_TIERS:
         why = (
             "vLLM's secondary_tiers do not have it; leave it out, or leave out secondary_tiers and "
             "use a host_server with a second tier (docs/serve.md)"
         )
-    elif name == "host_server" and value is not None:
+    elif name == "host_server":
         is_address = isinstance(value, str) and value.startswith(SCHEME) and value != SCHEME
         why = "" if is_address else f'it must be "{SCHEME}PATH", the socket of a server'
     elif server is not None and name in _OF_SERVER:
-        if value != _OF_SERVER[name]:
-            why = f"the server at {server} has the host memory and its index; leave it out"
+        why = f"the server at {server} has the host memory and its index; leave it out"
     elif has_tiers and name == "eviction_policy":
         pass  # vLLM may know others
     elif name in _CHOICES and value not in _CHOICES[name]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.kv_offload import base
 
-from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.kv_layouts import Move, group_layouts, read_move
@@ -229,7 +228,9 @@ class KVSwapWorker(base.OffloadingWorker):
             self._report(numbers, 0, 0.0)
             return None
         try:
-            self._wait_for(pages)
+            if not self._pool.is_ready:  # assigned without asking how far this worker is
+                last = max(int(some.max()) for some in pages if len(some))
+                self._pool.wait_ready(pages=last + 1)
             if self._has_writers and direction == "load":
                 self._handler.mark_written(pages)  # although a store of this worker may have failed
             ids = {"gpu_block_ids": blocks, "page_ids": pages, "first_slot": first}
@@ -247,13 +248,6 @@ class KVSwapWorker(base.OffloadingWorker):
         for number, move in moves.items():
             self._open[number] = _Open(move, job)
         return job
-
-    def _wait_for(self, pages: Sequence[Int64Array]) -> None:
-        """Waits until the pages are pinned. The scheduler assigns them in the order in which they
-        are pinned, but does not know how far the workers are."""
-        if not self._pool.is_ready:
-            last = max((int(some.max()) for some in pages if len(some)), default=-1)
-            self._pool.wait_ready(pages=last + 1)
 
     def _collect(self) -> None:
         """Polls the handler, and reports the jobs that have ended."""
