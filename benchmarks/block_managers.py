@@ -59,7 +59,8 @@ class OfKeys:
         return job
 
     def _tell_server(self, job: Any) -> None:
-        self.manager._end(job.id, Outcome.DONE, ())
+        job._end(Outcome.DONE, ())
+        self.manager._session.send()
 
 
 class OfVllm:

@@ -13,13 +13,13 @@ from patience import PATIENCE, in_time
 from processes import Process
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.prefix import BlockStats, client
+from torch_kvswap.prefix import BlockStats, RemoteManager, session
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.server import PageServer
 
 # No test depends on speed; those of a server that hangs set their own.
-client.JOINING = page_server.JOINING = PATIENCE
-client.FIRST_PAUSE = client.LONGEST_PAUSE = 0.01
+session.JOINING = page_server.JOINING = PATIENCE
+session.FIRST_PAUSE = session.LONGEST_PAUSE = 0.01
 page_server.QUARANTINE = 0.0
 PAGE_BYTES = HostPool.page_bytes_of(PagedLayout([torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)]))
 
@@ -64,6 +64,11 @@ class ServedEngine(Engine):
         self.prefixes = PrefixCache.connect(
             path, PagedLayout([self.tensor]), **{"model": "m", **options}
         )
+
+    @property
+    def session(self) -> session.Session:
+        assert isinstance(self.prefixes.manager, RemoteManager)
+        return self.prefixes.manager._session
 
     @property
     def pages(self) -> BlockStats:

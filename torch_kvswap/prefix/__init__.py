@@ -9,13 +9,13 @@ submit transfers themselves, with what it takes and returns, and that of a serve
 from torch_kvswap._C import Reservation
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.cache import Preempted, Resumed, Stored
-from torch_kvswap.prefix.client import RemoteManager
 from torch_kvswap.prefix.hashing import PrefixKeys
 from torch_kvswap.prefix.manager import (
     BlockManager,
     BlockStats,
     Lookup,
 )
+from torch_kvswap.prefix.remote_manager import RemoteManager
 from torch_kvswap.prefix.tier import BelowStats
 
 __all__ = [

@@ -32,10 +32,12 @@ from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.block_groups import BlockGroup, describe_contents, read_layer_groups
-from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.reader import ArgumentReader, Prompt
+from torch_kvswap.prefix.remote_manager import RemoteManager
+from torch_kvswap.prefix.remote_pools import RemotePools, describe, read_model
+from torch_kvswap.prefix.session import Session
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import Result
 
@@ -118,7 +120,7 @@ def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
     """Waits for all jobs, leaves the server, and frees its memory here."""
     if handler._native.is_current_process:  # a forked child has none of them
         handler.close()
-        manager.close()
+        manager._session.close()
         manager._pools.close()
 
 
@@ -284,21 +286,21 @@ class PrefixCache(NotCopyable):
         }
         cache = describe(layouts, groups, *read_model("model", model), **how)
         served = RemotePools(layouts, how)
-        manager = RemoteManager(path, cache, served, of_layers if is_list else 1)
-        manager.join()
+        session = Session(path, cache, served)
+        session.join()
         made = cls.__new__(cls)
         try:
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
-            made.manager = manager
+            made.manager = RemoteManager(session, served, of_layers if is_list else 1)
             made._are_ready = True
             made._open(of_handler, of_layers, copy_method, staging_bytes, relays)
         except BaseException:
-            manager.close()
+            session.close()
             served.close()
             raise
         served.handler = made._handler
-        manager.start()
-        weakref.finalize(made, _close_served, made._handler, manager)
+        session.start()
+        weakref.finalize(made, _close_served, made._handler, made.manager)
         return made
 
     def _open_below(
@@ -589,7 +591,7 @@ class PrefixCache(NotCopyable):
         began = time.monotonic() if self._below is not None else 0.0
         results = self._handler.poll(timeout)
         if isinstance(self.manager, RemoteManager):
-            self.manager.end_reported()
+            self.manager._session.poll()
         if self._below is not None:
             if timeout != 0 and not results:
                 seconds = read_timeout("timeout", timeout)

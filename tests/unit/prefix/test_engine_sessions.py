@@ -20,12 +20,13 @@ from patience import PATIENCE, in_time
 from served_engine import Process, server_process, serving
 
 from torch_kvswap import PagedLayout
-from torch_kvswap.prefix import client, scheduler_session
-from torch_kvswap.prefix.client import RemotePools, RemoteReservation, Session, describe
+from torch_kvswap.integrations.vllm.scheduler_session import SchedulerSession
+from torch_kvswap.prefix import session
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import KeyState, Op, pack
-from torch_kvswap.prefix.scheduler_session import SchedulerSession
+from torch_kvswap.prefix.remote_pools import RemotePools, describe
 from torch_kvswap.prefix.server import PageServer, Stage
+from torch_kvswap.prefix.session import RemoteReservation, Session
 
 
 def new_worker(
@@ -138,7 +139,7 @@ def test_no_page_is_given_back_twice(path: str) -> None:
         with split(path, "a") as a:
             page = a.take(1)[0]
             with logged() as messages:
-                a._send(pack(Op.GIVE_BACK, [0, page, page]))
+                a.send(pack(Op.GIVE_BACK, [0, page, page]))
                 a.until(lambda: not a.is_joined)
             assert "it names a page that it has not borrowed, or one twice" in messages[0]
         assert in_time(lambda: stats(server).free_pages == stats(server).pages)
@@ -251,7 +252,7 @@ def test_a_leaving_scheduler_leaves_its_worker_pages(path: str) -> None:
 def test_an_engine_closed_without_connections_keeps_nothing(
     path: str, monkeypatch: pytest.MonkeyPatch, lost: list[str]
 ) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE", PATIENCE)  # before it comes again
+    monkeypatch.setattr(session, "FIRST_PAUSE", PATIENCE)  # before it comes again
     with serving(path) as server:
         worker, scheduler = worker_of(path, "a"), Scheduler(path, "a")
         scheduler.store("ab")
@@ -405,7 +406,7 @@ def test_leaving_a_hung_server_keeps_no_page(path: str, when: str) -> None:
             server.send(signal.SIGSTOP)
             a.hold([a.keys("cd")], lambda _: None)
             while when == "the server takes no more" and not a._outbox:
-                a.touch(bytes(1 << 16))
+                a.touch([bytes(1 << 16)])
             if when == "it has given up":
                 a._deadline = 0.1
                 a.until(lambda: not a.is_joined)
@@ -426,18 +427,16 @@ def test_a_deadline_begins_when_the_question_is_sent(
     is_full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(
-        scheduler_session, "time", SimpleNamespace(monotonic=lambda: now * client.JOINING)
-    )
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now * session.JOINING))
     ours, server = socket.socketpair()
     with server:
         a = SchedulerSession("", "a")
         a._connection = ours
         while is_full and not a._outbox:
-            a.touch(bytes(1 << 16))
+            a.touch([bytes(1 << 16)])
         a.hold([key_of("x")], lambda _: None)
         now = 0.9
-        a.touch(key_of("x"))  # needs no answer
+        a.touch([key_of("x")])  # needs no answer
         while a._outbox:
             server.recv(1 << 16)
             a.poll()
@@ -470,7 +469,7 @@ def test_a_reset_right_behind_joining_is_noticed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(path) as server, split(path, "a") as a, contextlib.closing(worker_of(path, "b")):
-        receive, calls = client.receive, itertools.count()
+        receive, calls = session.receive, itertools.count()
 
         def late(*arguments: Any) -> Any:
             if next(calls) == 1:  # behind the greeting
@@ -480,7 +479,7 @@ def test_a_reset_right_behind_joining_is_noticed(
                 a.until(lambda: not a.is_asking)
             return receive(*arguments)
 
-        monkeypatch.setattr(client, "receive", late)
+        monkeypatch.setattr(session, "receive", late)
         with contextlib.closing(Scheduler(path, "b")) as b:
             b.store("x")
             assert b.indices("x") == [0]

@@ -26,7 +26,7 @@ from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap.below.files import FileStore
 from torch_kvswap.below.threads import StoreThreads
 from torch_kvswap.host_pool import system
-from torch_kvswap.prefix import BlockGroup, client
+from torch_kvswap.prefix import BlockGroup, session
 from torch_kvswap.prefix.manager import Lookup
 from torch_kvswap.prefix.protocol import Op, Outcome, pack
 from torch_kvswap.prefix.server import PageServer
@@ -136,13 +136,12 @@ assert (engine.hold("wxyz") is not None) == {is_control}
 engine.prefixes.poll()
 """
     with serving(path, pages=4), ServedEngine(path) as engine:
-        manager: Any = engine.prefixes.manager
         engine.compute("abcd")
         job = engine.prefixes.load(keys, [32, 33, 34, 35])
         assert job is not None
         if is_control:
-            (number,) = manager._open
-            manager._send(pack(Op.END, [number, Outcome.DONE]))
+            (number,) = engine.session._open
+            engine.session.send(pack(Op.END, [number, Outcome.DONE]))
         with engine_process(path, stores):
             job.synchronize()
         right = [torch.equal(engine.tensor[32 + at], bytes_of(keys[at])) for at in range(4)]
@@ -266,9 +265,9 @@ def test_a_reset_without_a_server_is_not_lost(path: str) -> None:
             engine, other = (stack.enter_context(ServedEngine(path)) for _ in range(2))
             engine.prefixes.manager.reset()
             assert other.find(PROMPT).found == 0
-            manager = engine.prefixes.manager
-            join = manager.join
-            manager.join = lambda: (joins.wait(), join())  # type: ignore[method-assign, union-attr]
+            joining = engine.session
+            join = joining.join
+            joining.join = lambda: (joins.wait(), join())  # type: ignore[method-assign]
         with serving(path):
             other.until(lambda: other.is_served)
             other.compute(PROMPT)
@@ -443,14 +442,14 @@ def test_the_socket_is_for_this_user_only(path: str, monkeypatch: pytest.MonkeyP
         with pytest.raises(
             ValueError, match=f"belongs to user {own}, and this .* to user {own + 1}"
         ):
-            client.receive(connection)
+            session.receive(connection)
 
 
 def test_an_engine_tells_another_users_server_nothing(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = os.geteuid()
-    monkeypatch.setattr(client, "JOINING", 0.1)
+    monkeypatch.setattr(session, "JOINING", 0.1)
     with socket.socket(socket.AF_UNIX) as squatter:
         squatter.bind(path)
         squatter.listen()
@@ -487,7 +486,7 @@ def test_a_forked_child_is_refused(path: str) -> None:
     is_locked, has_forked = threading.Event(), threading.Event()
 
     def asks() -> None:
-        with engine.prefixes.manager._lock:  # type: ignore[union-attr]
+        with engine.session.lock:
             is_locked.set()
             has_forked.wait()
 

@@ -39,7 +39,7 @@ from torch_kvswap import PagedLayout, PrefixCache
 from torch_kvswap._native import process_lock, rendezvous
 from torch_kvswap.cli import serve
 from torch_kvswap.host_pool.shared import PoolHandle
-from torch_kvswap.prefix import client
+from torch_kvswap.prefix import remote_manager, session
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.manager import Lookup
 from torch_kvswap.prefix.protocol import HEAD, Ask, Op, Outcome, pack, pack_keys
@@ -57,12 +57,12 @@ engine.hold("efgh")
 """
 DYING = {
     "between messages": "",
-    "inside a message": "engine.prefixes.manager._connection.sendall(b'1234567')",
+    "inside a message": "engine.session._connection.sendall(b'1234567')",
     "with an answer unread": """
 from torch_kvswap.prefix.protocol import Op, pack_keys
-engine.prefixes.manager._connection.sendall(pack_keys(Op.RESERVE, [99, 0], [key_of("z")]))
+engine.session._connection.sendall(pack_keys(Op.RESERVE, [99, 0], [key_of("z")]))
 """,
-    "after it has lost the connection": "engine.prefixes.manager._connection.close()",
+    "after it has lost the connection": "engine.session._connection.close()",
 }
 
 
@@ -160,14 +160,14 @@ def test_pages_being_written_are_quarantined(path: str, monkeypatch: pytest.Monk
 def test_an_engine_closed_without_connection_keeps_nothing(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE", PATIENCE)  # before it comes again
+    monkeypatch.setattr(session, "FIRST_PAUSE", PATIENCE)  # before it comes again
     with serving(path), ServedEngine(path) as engine:
         with ServedEngine(path) as other:
             other.compute("abcd")
             held = other.prefixes.preempt([key_of("c")], [2])
             assert held is not None
             other.prefixes.poll()
-            connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
+            connection: Any = other.session._connection
             connection.shutdown(socket.SHUT_RDWR)
             assert other.prefixes.lookup(KEYS) == NOTHING
             assert counts(engine) == (28, 3, 0, 1)
@@ -251,7 +251,7 @@ def test_jobs_end_before_new_pages_are_used(
         server.kill()
         with serving(path), ServedEngine(path) as other:
             other.compute("stuvwxyz")  # the same pages of another memory
-            may_join = answers[engine.prefixes.manager._changed]
+            may_join = answers[engine.session._changed]
             asked = len(may_join)
             assert engine.prefixes.lookup(KEYS) == NOTHING
             engine.until(lambda: len(may_join) > asked)
@@ -277,10 +277,10 @@ def test_a_hung_server_costs_one_deadline(
         memory = engine.prefixes.pools[0].pages.data_ptr()
         server.send(signal.SIGSTOP)
         with monkeypatch.context() as patched:
-            patched.setattr(client, "JOINING", 0.1)
+            patched.setattr(session, "JOINING", 0.1)
             error = error_text(ServedEngine, path)
         assert error.startswith(f"ConnectionError: no server answers at {path}: timed out")
-        connection: Any = engine.prefixes.manager._connection  # type: ignore[union-attr]
+        connection: Any = engine.session._connection
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 100_000))
         assert engine.prefixes.lookup(KEYS) == NOTHING
         assert not engine.is_served
@@ -300,18 +300,36 @@ def test_a_hung_server_costs_one_deadline(
         assert engine.prefixes.pools[0].pages.data_ptr() == memory
 
 
+def test_calls_without_an_answer_wait_for_nobody(path: str) -> None:
+    with server_process(path) as server, ServedEngine(path) as engine:
+        engine.compute("abcd")
+        server.send(signal.SIGSTOP)
+        while not engine.session._outbox:  # the server takes no more
+            engine.prefixes.manager.touch(1000 * KEYS)
+        server.send(signal.SIGCONT)
+        assert engine.load("abcd") == 4
+
+
+def test_a_poll_finds_that_a_server_has_died(path: str) -> None:
+    with server_process(path) as server, ServedEngine(path) as engine:
+        server.kill()
+        engine.until(lambda: not (engine.prefixes.poll() or engine.session.is_joined))
+
+
 def test_engines_wait_as_long_as_their_server_says(path: str) -> None:
     with serving(path, deadline=2.5 * PATIENCE), ServedEngine(path) as engine:
-        manager: Any = engine.prefixes.manager
-        seconds = manager._connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
-        assert struct.unpack("ll", seconds)[0] == manager._deadline == 2.5 * PATIENCE
+        connection: Any = engine.session._connection
+        seconds = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+        assert struct.unpack("ll", seconds)[0] == engine.session._deadline == 2.5 * PATIENCE
     with pytest.raises(ValueError, match=r"deadline is 0; it must be 0\.001 to 3600 s"):
         PageServer(path, PAGE_BYTES, deadline=0)
 
 
-@pytest.mark.parametrize("within", ["next_message", "_split"])
+@pytest.mark.parametrize(
+    ("module", "within"), [(session, "next_message"), (remote_manager, "_split")]
+)
 def test_an_interrupted_call_reserves_nothing(
-    within: str, path: str, monkeypatch: pytest.MonkeyPatch
+    module: Any, within: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(path), ServedEngine(path) as engine:
         engine.compute("abcd")
@@ -320,7 +338,7 @@ def test_an_interrupted_call_reserves_nothing(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(client, within, interrupt)
+            patched.setattr(module, within, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.prefixes.preempt(KEYS, range(8))
         engine.until(lambda: engine.is_served)
@@ -423,7 +441,7 @@ def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as other:
         engine.compute("abcd")
         engine.hold("efgh")
-        connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
+        connection: Any = other.session._connection
         if not is_member:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(path)
@@ -439,12 +457,12 @@ def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -
 def test_the_collector_may_close_during_a_call(path: str) -> None:
     with serving(path) as server:
         engine: Any = ServedEngine(path)
-        engine.itself, manager = engine, engine.prefixes.manager
-        manager._deadline = 0.1
+        engine.itself, of_it = engine, engine.session
+        of_it._deadline = 0.1
         del engine
 
         def call() -> None:
-            with manager._changed:
+            with of_it._changed:
                 gc.collect()
 
         thread = threading.Thread(target=call, daemon=True)
@@ -481,7 +499,7 @@ def test_an_engine_cannot_end_what_another_has_borrowed(path: str) -> None:
         (held,) = (of.held for of in server._sessions.values() if of.held)
         (store,) = held.values()
         pages = store.pages[0].tolist()
-        connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
+        connection: Any = other.session._connection
         for number in range(4):
             connection.sendall(pack(Op.END, [number, Outcome.DONE]))
         connection.sendall(pack(Op.GIVE_BACK, [0, min(pages)]))
@@ -495,19 +513,18 @@ def test_an_interrupted_poll_ends_each_reservation_once(
 ) -> None:
     with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
         engine.hold("abcd")
-        manager: Any = engine.prefixes.manager
-        exchange = manager._exchange
+        push = engine.session._push
 
-        def exchange_and_interrupt(*arguments: Any) -> None:
-            exchange(*arguments)
+        def push_and_interrupt(*arguments: Any) -> None:
+            push(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(manager, "_exchange", exchange_and_interrupt)
+            patched.setattr(engine.session, "_push", push_and_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.prefixes.poll()
         engine.prefixes.poll()
-        assert not manager._open
+        assert not engine.session._open
         assert other.load("abcd") == 4
 
 
@@ -558,12 +575,12 @@ def test_a_server_without_descriptors_says_so_and_waits(
                     patch.setattr(os, "dup", mock.Mock(side_effect=OSError(errno.EMFILE, "none")))
                 server._accept()
             with pytest.raises(ValueError, match="this server has no file descriptors left; raise"):
-                client.receive(connection)
+                session.receive(connection)
         assert server._listener not in server._selector.get_map()
         server._listen_again()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         server._accept()
-        assert client.receive(connections[3])[1] == b"KVSWSERV"
+        assert session.receive(connections[3])[1] == b"KVSWSERV"
         assert len(warnings) == 1
     server._close()
 
@@ -635,7 +652,7 @@ def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
     message = pack_keys(Op.ASK, [Ask.LOOK, 0], [b"".join(KEYS)])
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as slow:
         (its,) = (of for of in server._sessions.values() if of.number == 2)
-        connection: Any = slow.prefixes.manager._connection  # type: ignore[union-attr]
+        connection: Any = slow.session._connection
         connection.setblocking(False)
         requests = memoryview(message * 20_000)  # it reads no answers
         sent = 0

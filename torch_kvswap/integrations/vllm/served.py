@@ -12,7 +12,8 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
-from torch_kvswap.prefix.client import RemotePools, Session, describe
+from torch_kvswap.prefix.remote_pools import RemotePools, describe
+from torch_kvswap.prefix.session import Session
 
 _log = logging.getLogger(__name__)
 

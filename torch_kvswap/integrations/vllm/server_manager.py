@@ -15,11 +15,11 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.access import Access
+from torch_kvswap.integrations.vllm.scheduler_session import SchedulerSession
 from torch_kvswap.integrations.vllm.scheduler_side import HostManager, Key
-from torch_kvswap.prefix.client import RemoteReservation
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import KeyState
-from torch_kvswap.prefix.scheduler_session import SchedulerSession
+from torch_kvswap.prefix.session import RemoteReservation
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
@@ -147,7 +147,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
             return None
         held = asked.take_held()
         asked.see(req_context, keys)
-        self._session.touch(fold_keys(asked.sort(keys)))
+        self._session.touch([fold_keys(asked.sort(keys))])
         return held, pages
 
     def _end_load(self, load: list[RemoteReservation], keys: Collection[Key]) -> None:
@@ -167,7 +167,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
             return
         self._drop(asked)
         if asked.keys:
-            self._session.order(fold_keys(asked.keys), renew=True)
+            self._session.order([fold_keys(asked.keys)], renew=True)
 
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -215,7 +215,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         if stored:
             self._know(stored)
             # Directly behind the chunk in front of them: a prompt is evicted from its end.
-            self._session.order(fold_keys(asked.behind_known(stored, self._known)))
+            self._session.order([fold_keys(asked.behind_known(stored, self._known))])
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """Asks for what the step has looked up and does not know, and lets go of what it has not

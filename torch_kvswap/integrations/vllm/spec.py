@@ -24,12 +24,12 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.system import NoRoomError
 from torch_kvswap.integrations.vllm.options import read_options
+from torch_kvswap.integrations.vllm.scheduler_session import SchedulerSession
 from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES, KVSwapManager
 from torch_kvswap.integrations.vllm.served import ServedPool
 from torch_kvswap.integrations.vllm.server_manager import SharedManager
 from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
-from torch_kvswap.prefix.scheduler_session import SchedulerSession
 
 _log = logging.getLogger(__name__)
 

@@ -1,32 +1,24 @@
-"""The scheduler of an engine whose workers are processes of their own, at a server (docs/serve.md).
-
-Each worker has a Session, which maps and pins the memory. The scheduler has the reservations, and
-never waits: it asks in one step, and takes the answer in a later one.
-"""
+"""What vLLM's scheduler holds and borrows at a server (docs/serve.md). Each worker has a session of
+its own, which maps and pins the memory."""
 
 from __future__ import annotations
 
-import socket
-import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
-from torch_kvswap.prefix.client import RemoteReservation, Session
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
+from torch_kvswap.prefix.session import RemoteReservation, Session
 
 _MIN_BORROWED_PAGES = 64  # of an engine with requests, even if its recent steps took fewer
 
 
 class SchedulerSession(Session):
-    """The index of a server for a scheduler that never waits for it.
-
-    Calls send messages, and poll() takes the answers. It gives up a server that has closed the
-    connection, or has neither answered nor taken anything within its deadline. A thread joins it
-    again when all jobs have ended and all workers have pinned its memory.
+    """The index of a server for a scheduler that never waits for it: it asks in one step, and takes
+    the answers in a later one, by poll().
 
     One thread makes all calls.
 
@@ -37,86 +29,21 @@ class SchedulerSession(Session):
     def __init__(self, path: str, engine: str, workers: int = 1) -> None:
         super().__init__(path, {}, None, engine=engine, workers=workers)
         self._storing: dict[int, int] = {}  # pages of open stores: resets when the store began
-        self._forget()
 
     def _forget(self) -> None:
         """See Session."""
         super()._forget()
-        self._outbox = bytearray()
-        # _moved: when the server has last answered, or taken what it had not taken.
-        self._failure, self._moved = "", 0.0
         self._free: list[int] = []  # borrowed pages that no store uses
         self._is_borrowing = self._is_short = False  # is_short: it got fewer than it asked for
         self._demand = self._taken = 0  # pages of one step, and of this one
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether there is a server, as far as poll() knows."""
-        return self._connection is not None
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether answers have not come."""
-        return bool(self._awaited)
+    def _has_jobs(self) -> bool:
+        return super()._has_jobs() or bool(self._storing)
 
     @property
     def has_free_pages(self) -> bool:
         """Whether it has borrowed pages that no store uses."""
         return bool(self._free)
-
-    def poll(self) -> None:
-        """Takes the answers that have come."""
-        with self._lock:
-            self.end_reported()
-            if self._connection is None:
-                return
-            try:
-                while not self._failure:
-                    self._receive(socket.MSG_DONTWAIT)
-                    self._moved = time.monotonic()
-            except BlockingIOError:
-                pass
-            except (OSError, ValueError) as error:
-                self._failure = str(error)
-            self._flush()
-            is_waiting = self._awaited or self._outbox
-            if is_waiting and time.monotonic() - self._moved > self._deadline:
-                self._failure = self._failure or f"it did not answer within {self._deadline:g} s"
-            if self._failure:
-                self._lose(self._failure)
-
-    def _flush(self, message: bytes = b"") -> None:
-        """Sends what the server takes."""
-        had_left = len(self._outbox)
-        self._outbox += message
-        try:
-            while self._outbox and self._connection is not None:
-                sent = self._connection.send(self._outbox, socket.MSG_DONTWAIT)
-                del self._outbox[:sent]
-                if had_left:
-                    self._moved = time.monotonic()
-        except BlockingIOError:
-            pass
-        except OSError as error:  # poll() says so: the step goes on with the pages that it has
-            self._failure = str(error)
-
-    def _exchange(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
-        """Waits for nothing: poll() takes the answers."""
-        if self._connection is None:
-            return
-        if not self._awaited and not self._outbox:
-            self._moved = time.monotonic()
-        self._awaited.extend(then)
-        self._flush(message)
-
-    def _say_leave(self) -> bool:
-        self._send(pack(Op.LEAVE))
-        return self.is_joined and not (self._outbox or self._failure)
-
-    def _has_jobs(self) -> bool:
-        return super()._has_jobs() or bool(self._storing)
-
-    # Requests.
 
     def hold(self, keys: Sequence[bytes], then: Callable[[list[RemoteReservation]], None]) -> None:
         """Asks the server to hold the pages of those keys that are ready.
@@ -125,24 +52,24 @@ class SchedulerSession(Session):
             keys (Sequence[bytes]): lists of keys, each in a row.
             then: gets what is held of each list, for end_hold().
         """
-        made = [self._reserve(is_load=True) for _ in keys]
+        made = [self.reserve(is_load=True) for _ in keys]
 
         def read(answer: array[int]) -> None:
             pages = iter(answer)
             for one, of_list in zip(made, keys, strict=True):
                 one.answers = list(islice(pages, len(of_list) // KEY_BYTES))
                 if max(one.answers) < 0:
-                    self._drop(one.id)
+                    self.drop(one)
             then(made)
 
-        self._send(pack_keys(Op.ASK, [Ask.HOLD, made[0].id], keys), read)
+        self.send(pack_keys(Op.ASK, [Ask.HOLD, made[0].id], keys), read)
 
     def end_hold(self, held: Iterable[RemoteReservation], failed: Collection[int] = ()) -> None:
         """Nothing reads these pages any more. Nobody finds the blocks on failed ones any more."""
         rejected = [number for page in failed for number in (0, page)]  # of the only group
         for one in held:
             one._end(Outcome.DONE, rejected)
-        self.end_reported()
+        self.send()
 
     def begin_store(self, count: int) -> list[int] | None:
         """Pages for so many blocks of a store, or fewer if the server lends no more.
@@ -166,13 +93,13 @@ class SchedulerSession(Session):
             keys (bytes): of these blocks, which others find from now on, unless the server was
                 reset since the store began.
         """
-        with self._lock:
+        with self.lock:
             began = {self._storing.pop(page) for page in pages}
             if began != {self.resets}:
                 stored = ()
             if stored:
-                self._send(pack(Op.GIVE_BACK, [self._index_resets, *stored], keys))
-            if self._connection is not None:
+                self.send(pack(Op.GIVE_BACK, [self._index_resets, *stored], keys))
+            if self.is_joined:
                 self._free += set(pages).difference(stored)
             self._job_ended()
 
@@ -187,12 +114,12 @@ class SchedulerSession(Session):
         wanted = 0 if is_idle else max(self._demand, _MIN_BORROWED_PAGES)
         missing = wanted - len(self._free)
         if -missing > wanted:
-            self._send(pack(Op.GIVE_BACK, [self._index_resets, *self._free[wanted:]]))
+            self.send(pack(Op.GIVE_BACK, [self._index_resets, *self._free[wanted:]]))
             del self._free[wanted:]
         is_asking = missing >= wanted // 4 or len(self._free) < self._demand
         if is_asking and self.is_joined and not self._is_borrowing and not is_idle:
             self._is_borrowing = True
-            self._send(pack(Op.BORROW, [missing]), partial(self._borrowed, missing))
+            self.send(pack(Op.BORROW, [missing]), partial(self._borrowed, missing))
 
     def _borrowed(self, asked: int, answer: array[int]) -> None:
         self._free += answer
@@ -200,4 +127,4 @@ class SchedulerSession(Session):
 
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""
-        self._send(pack(Op.STATS, [0]), lambda numbers: then(BlockStats(*numbers)))
+        self.send(pack(Op.STATS, [0]), lambda numbers: then(BlockStats(*numbers)))
