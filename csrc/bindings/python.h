@@ -12,7 +12,14 @@
 #include "encoding/encoding.h"
 
 // What the bindings share. No native code calls Python, or waits for the GIL, with a lock of the
-// library held.
+// library held. Python's locks are taken first, then native ones. A thread that holds the GIL takes
+// only native locks that are held for microseconds, and releases the GIL where it could wait
+// longer: while csrc/offload/ runs, in waits (for 0.1 s at a time, so that signal handlers run), in
+// calls of a block manager with more than 1,024 keys, and while a server or a store is asked. The
+// threads of channels never take it.
+//
+// A free-threaded Python needs PYTHON_GIL=1, because the GIL protects lists of ids and keys while
+// they are read, the tags and groups of PyHandler, and the tensors that cache_has_moved checks.
 namespace kvswap::bindings {
 
 namespace nb = nanobind;
