@@ -292,9 +292,9 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
       stream_(channels[kStores]->stream()) {
   check_forced_method();
   const Group* demanding = nullptr;  // needs more than copies without kernels
-  for (size_t number = 0; number < groups_.size(); ++number) {
-    check_encoding(number);
-    if (groups_[number].encoding->demand() != nullptr) demanding = &groups_[number];
+  for (const Group& group : groups_) {
+    check_encoding(group);
+    if (group.encoding->demand() != nullptr) demanding = &group;
   }
   try {
     if (demanding != nullptr) set_up_states(channels);
@@ -331,8 +331,7 @@ void CopyPlanner::check_forced_method() const {
                    "; it must be ", one_of(choices));
 }
 
-void CopyPlanner::check_encoding(size_t number) const {
-  const Group& group = groups_[number];
+void CopyPlanner::check_encoding(const Group& group) const {
   const Encoding& encoding = *group.encoding;
   const Demand* const demand = encoding.demand();
   if (demand == nullptr) return;
@@ -456,6 +455,7 @@ void CopyPlanner::make_tables(std::vector<Group>& groups) const {
 }
 
 MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
+  for (const Group& group : groups) check_encoding(group);
   if (has_kernels_) make_tables(groups);
   return MethodChooser(options_, device_.copy_methods(), groups);
 }

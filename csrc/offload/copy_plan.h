@@ -139,7 +139,7 @@ class CopyPlanner {
   };
 
   void check_forced_method() const;
-  void check_encoding(size_t number) const;
+  void check_encoding(const Group& group) const;
   // needs_kernels: also if no method is by them.
   void set_up(const Channels& channels, bool needs_kernels);
   void allocate_staging(PackKernels& kernels);

@@ -5,7 +5,9 @@ what a failure leaves behind.
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from torch_kvswap import (
     PagedLayout,
     TransferError,
 )
+from torch_kvswap.prefix.remote_pools import RemotePools
 
 ENCODINGS = ("raw", "lossless")
 
@@ -263,6 +266,30 @@ def test_pages_that_kernels_cannot_reach_are_refused(driver: Driver) -> None:
 ValueError: host pages with verify='load' must be pinned, because kernels read and write
 them; pin the pool, or make it with verify='off'""",
     )
+
+
+@pytest.mark.parametrize("how", [{"verify": "load"}, {"encoding": "lossless"}], ids=str)
+@needs_kernels
+@simulated
+def test_unpinned_pages_of_another_server_are_refused(driver: Driver, how: dict[str, Any]) -> None:
+    layout = place(driver, PagedLayout([torch.randn(8, 4096).bfloat16() for _ in range(2)]))
+    pools = RemotePools([layout], how)
+    pools.let_go()
+    with OffloadHandler(layout, pools.pools[0], copy_method="auto") as pools.handler:
+        driver.limit_registration(in_all=0)
+        with logged():
+            memory = HostPool(layout, 8, shared=True, **how)
+            with memory, closing(memory.share()) as handle:
+                assert "must be pinned" in error_text(pools.attach, [handle])
+        kept = [rows.clone() for rows in layout.tensors]
+        pools.handler.store(gpu_block_ids=[5], page_ids=[0]).synchronize()
+        for rows in layout.tensors:
+            rows.zero_()
+        pools.handler.load(gpu_block_ids=[5], page_ids=[0]).synchronize()
+        assert all(
+            torch.equal(rows[5], before[5])
+            for rows, before in zip(layout.tensors, kept, strict=True)
+        )
 
 
 @pytest.mark.parametrize("method", ["copy_engines", "batch"])
