@@ -387,28 +387,8 @@ class PrefixCache(NotCopyable):
 
         Raises what OffloadHandler.load() and BlockManager.prepare_load() do; nothing is held then.
         """
-        # Here, because a wrong argument is refused also if nothing is copied.
-        expedited = read_switch("expedited", expedited)
         prompt = self._reader.read(keys, gpu_block_ids, self.layouts, prefix)
-        reserved = self.manager._prepare_load(prompt.keys)
-        if reserved is None:
-            self._handler._check_options(after, layer_groups)
-            return None
-        try:
-            if isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
-                self._handler._native.mark_written(reserved.pages)
-            job = self._handler._submit(
-                LOADS,
-                (prompt.blocks, reserved.pages, 0),
-                after=after,
-                layer_groups=layer_groups,
-                expedited=expedited,
-                tag=tag,
-                reserved=reserved,
-            )
-        finally:
-            reserved.let_go()
-        return job
+        return self._load(prompt, after, layer_groups, expedited, tag)
 
     def store(
         self,
@@ -542,17 +522,10 @@ class PrefixCache(NotCopyable):
                 "preempted is a request that was resumed or released before; preempt() it again, "
                 "or load() its blocks by their keys"
             )
-        keys = self._reader.read(preempted.keys, gpu_block_ids, self.layouts).keys
+        prompt = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
         # Before the load: poll() in another thread may end the stores between the two.
-        is_pending = self.manager._lookup(keys, again=True).pending > 0
-        job = self.load(
-            preempted.keys,
-            gpu_block_ids,
-            after=after,
-            layer_groups=layer_groups,
-            expedited=expedited,
-            tag=tag,
-        )
+        is_pending = self.manager._lookup(prompt.keys, again=True).pending > 0
+        job = self._load(prompt, after, layer_groups, expedited, tag)
         if job is None and is_pending:
             return Resumed("pending", None)
         self.release(preempted)
@@ -664,6 +637,36 @@ class PrefixCache(NotCopyable):
             ready = [pool.num_ready_pages for pool in self.pools]
             self.manager.grow(ready)
             self._are_ready = ready == [pool.num_pages for pool in self.pools]
+
+    def _load(
+        self,
+        prompt: Prompt,
+        after: After,
+        layer_groups: int | None,
+        expedited: bool,
+        tag: object,
+    ) -> Job | None:
+        """Loads the blocks of a prompt, if all are ready."""
+        # Here, because a wrong argument is refused also if nothing is copied.
+        expedited = read_switch("expedited", expedited)
+        reserved = self.manager._prepare_load(prompt.keys)
+        if reserved is None:
+            self._handler._check_options(after, layer_groups)
+            return None
+        try:
+            if isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
+                self._handler._native.mark_written(reserved.pages)
+            return self._handler._submit(
+                LOADS,
+                (prompt.blocks, reserved.pages, 0),
+                after=after,
+                layer_groups=layer_groups,
+                expedited=expedited,
+                tag=tag,
+                reserved=reserved,
+            )
+        finally:
+            reserved.let_go()
 
     def _submit_store(self, reserved: Any, prompt: Prompt, after: After, tag: object) -> Job:
         """Stores the blocks of a prompt into the pages that are reserved for them."""

@@ -75,7 +75,6 @@ class _Ask:
         missed (list[bytes]): the keys behind it, of each group.
         identity (bytes): the first one of the first group with any; without it the others cannot be
             used.
-        has_begun (bool): a thread has taken it.
         resets (int): of the manager, before it.
         reservation (Reservation | None): of the pages to read.
         left (int): batches of these that have not ended.
@@ -90,7 +89,7 @@ class _Ask:
     ) -> None:
         self.keys, self.units, self.missed, self.identity = keys, units, missed, identity
         self.count = sum(map(len, missed)) // KEY_BYTES
-        self.has_begun = self.is_over = False
+        self.is_over = False
         self.reservation: Reservation | None = None
         self.left, self.rejected, self.absent = 0, list[int](), list[bytes]()
         self.resets = resets
@@ -197,7 +196,7 @@ class Tier:
                     return found
                 ask = _Ask(keys, found.found, missed, identity, self._manager.resets)
                 # _find() waits for the lock. Submitted first, it misses no ask if Ctrl-C comes.
-                self._reads.submit(self._find)
+                self._reads.submit(partial(self._find, ask))
                 self._asking[identity] = ask
         return Lookup(found.found, found.ready, found.pending, ask.count)
 
@@ -208,7 +207,7 @@ class Tier:
             some_ended (bool): jobs have ended, so that pages may be due to be written.
         """
         if some_ended:
-            self.delete(self._manager._take_corrupted())
+            self._delete_corrupted()
         self._writes.find_late()
         if some_ended or self._must_retry:
             self._wake_writers()
@@ -218,7 +217,9 @@ class Tier:
         with self._lock:
             while self._answered:  # each is taken when it has ended: Ctrl-C may come in between
                 answered = self._answered[0]
-                self._enter(answered)
+                if answered.reservation is not None:
+                    self._mark_written(answered.reservation.pages)  # nobody finds rejected ones
+                    answered.reservation._end(Outcome.DONE, answered.rejected)
                 for key in answered.absent:
                     self._note_absent(key)
                 self._asking.pop(answered.identity, None)
@@ -246,17 +247,6 @@ class Tier:
         finally:
             with self._lock, contextlib.suppress(ValueError):
                 self._waiters.remove(waiter)
-
-    def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Loads have found that these pages, given by group and key, are not what was stored.
-
-        They were read from the store, which may have the same bytes, so they are deleted there and
-        can be written anew.
-        """
-        with self._lock:
-            self._damaged += len(pages)
-        for group, key in pages:
-            self._reads.submit(partial(self._delete, self._manager.resets, group, [key]))
 
     def stats(self) -> BelowStats:
         groups = [self._manager.stats(group) for group in range(len(self._formats))]
@@ -309,18 +299,16 @@ class Tier:
     def _threads(self) -> list[threading.Thread]:
         return [*self._reads.threads, *self._writes.threads]
 
-    def _enter(self, ask: _Ask) -> None:
-        """Pages with the right checksums can be loaded from now on."""
-        if ask.reservation is None:
-            return
-        rejected = {*zip(ask.rejected[::2], ask.rejected[1::2], strict=True)}
-        self._mark_written(
-            [
-                [page for page in pages.tolist() if (group, page) not in rejected]
-                for group, pages in enumerate(ask.reservation.pages)
-            ]
-        )
-        ask.reservation._end(Outcome.DONE, ask.rejected)
+    def _delete_corrupted(self) -> None:
+        """Deletes pages of which loads have found that they are not what was stored.
+
+        They were read from the store, which may have the same bytes. Then they are written anew.
+        """
+        corrupted = self._manager._take_corrupted()
+        with self._lock:
+            self._damaged += len(corrupted)
+        for group, key in corrupted:
+            self._reads.submit(partial(self._delete, self._manager.resets, group, [key]))
 
     def _give_up(self, ask: _Ask) -> None:
         """Tells lookups that nothing is there. What comes later is not entered."""
@@ -351,13 +339,11 @@ class Tier:
         if self._owns_store:
             self._store.close()
 
-    def _find(self) -> None:
+    def _find(self, ask: _Ask) -> None:
         """Finds out what is there of an ask, and starts to read it."""
         with self._lock:
-            ask = next((ask for ask in self._asking.values() if not ask.has_begun), None)
-            if ask is None:
+            if self._asking.get(ask.identity) is not ask:  # given up, or Ctrl-C came
                 return
-            ask.has_begun = True
         batches = list[_Batch]()
         try:
             units = self._ask_store(ask)

@@ -573,14 +573,14 @@ def test_a_poll_during_resume_leaves_it_pending(monkeypatch: pytest.MonkeyPatch)
     with prefixes:
         held = prefixes.preempt(["a", "b"], [1, 2])
         assert held is not None
-        load = prefixes.load
+        load = prefixes._load
 
         def load_and_poll(*args: Any, **named: Any) -> Any:
             job = load(*args, **named)
             prefixes.poll()  # as another thread may
             return job
 
-        monkeypatch.setattr(prefixes, "load", load_and_poll)
+        monkeypatch.setattr(prefixes, "_load", load_and_poll)
         assert prefixes.resume(held, [8, 9]).state == "pending"
         assert prefixes.resume(held, [8, 9]).state == "loaded"
 
