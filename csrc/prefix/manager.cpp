@@ -28,7 +28,7 @@ BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Option
     : policy_(options.policy), below_(options.below), store_threshold_(options.store_threshold) {
   size_t num_pages = 0;
   for (const GroupOptions& group : groups) {
-    groups_.push_back({group, nullptr, {}, {}});
+    groups_.push_back({group, nullptr, {}});
     num_pages += group.num_pages;
   }
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
@@ -111,21 +111,17 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
                                                   Assigned& assigned, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   if (resets && *resets != resets_) return std::nullopt;
-  const bool is_leased = purpose == Purpose::kPreempted;
-  const Copy copy = purpose == Purpose::kPromoted ? Copy::kPromotion : Copy::kStore;
   check_distinct(keys);
   find_pages(keys, true);
-  if (!has_room(keys, purpose)) return std::nullopt;
+  if (!find_wanted(keys, purpose, assigned)) return std::nullopt;
   // All memory is taken before anything is held or evicted.
-  assigned_.resize(found_pages_.size());
+  const size_t num_wanted = assigned.key_indices.size();
+  const bool is_leased = purpose == Purpose::kPreempted;
+  assigned.pages.resize(num_wanted);
+  assigned.evicted.resize(num_wanted);
   std::vector<Pin> pins, leased;
   pins.reserve(found_pages_.size());
   if (is_leased) leased.reserve(found_pages_.size());
-  size_t num_wanted = 0;
-  for (const Group& group : groups_) num_wanted += group.wanted.size();
-  for (auto* numbers : {&assigned.key_indices, &assigned.pages, &assigned.evicted})
-    numbers->resize(num_wanted);
-  assigned.counts.resize(groups_.size());
   const Stored stored{next_id(), is_leased ? next_id() : 0};
   std::vector<Pin>& made = reservations_[stored.reservation];
   std::vector<Pin>* lease = nullptr;
@@ -135,16 +131,28 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
     reservations_.erase(stored.reservation);
     throw;
   }
+  const Copy copy = purpose == Purpose::kPromoted ? Copy::kPromotion : Copy::kStore;
   size_t at = 0, written = 0, num_evicted = 0;
-  for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
-    const std::vector<uint32_t>& wanted = groups_[g].wanted;
-    num_evicted += take_pages(g, keys.joined + at * kKeyBytes, found_pages_.data() + at,
-                              keys.counts[g], copy, pins, assigned.evicted.data() + num_evicted);
-    for (size_t i = 0; i < wanted.size(); ++i, ++written) {
-      assigned.key_indices[written] = wanted[i];
-      assigned.pages[written] = assigned_[i];
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    Pages& pages = *groups_[g].pages;
+    const uint32_t* found = found_pages_.data() + at;
+    const int64_t size = keys.counts[g], count = assigned.counts[g];
+    const int64_t* wanted = assigned.key_indices.data() + written;
+    int64_t* given = assigned.pages.data() + written;
+    for (int64_t i = 0; i < size; ++i) {
+      if (found[i] != kNone) pages.hold(found[i]);
     }
-    assigned.counts[g] = static_cast<int64_t>(wanted.size());
+    num_evicted += pages.assign(keys.joined + at * kKeyBytes, wanted, static_cast<size_t>(count),
+                                given, assigned.evicted.data() + num_evicted);
+    for (int64_t i = 0, next = 0; i < size; ++i) {
+      if (next < count && wanted[next] == i) {
+        pins.push_back({g, static_cast<uint32_t>(given[next++]), copy});
+      } else if (found[i] != kNone) {
+        pins.push_back({g, found[i], Copy::kNone});
+      }
+    }
+    at += static_cast<size_t>(size);
+    written += static_cast<size_t>(count);
   }
   assigned.evicted.resize(num_evicted);
   if (is_leased) {
@@ -155,27 +163,10 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
     *lease = std::move(leased);
   }
   made = std::move(pins);
-  if (written > 0) return stored;
+  if (num_wanted > 0) return stored;
   release_all(made);
   reservations_.erase(stored.reservation);
   return Stored{0, stored.lease};
-}
-
-size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found, int64_t count,
-                                Copy copy, std::vector<Pin>& pins, int64_t* evicted) {
-  Group& group = groups_[g];
-  for (int64_t i = 0; i < count; ++i) {
-    if (found[i] != kNone) group.pages->hold(found[i]);
-  }
-  const size_t num_evicted = group.pages->assign(keys, group.wanted, assigned_.data(), evicted);
-  for (size_t i = 0; i < group.wanted.size(); ++i) found[group.wanted[i]] = assigned_[i];
-  auto next = group.wanted.begin();
-  for (int64_t i = 0; i < count; ++i) {
-    const bool fills = next != group.wanted.end() && *next == i;
-    next += fills;
-    if (found[i] != kNone) pins.push_back({g, found[i], fills ? copy : Copy::kNone});
-  }
-  return num_evicted;
 }
 
 void BlockManager::end(int64_t id, Outcome outcome, const RejectedPages& rejected, bool wait) {
@@ -478,14 +469,16 @@ void BlockManager::check_distinct(const Keys& keys) {
   }
 }
 
-bool BlockManager::has_room(const Keys& keys, Purpose purpose) {
+bool BlockManager::find_wanted(const Keys& keys, Purpose purpose, Assigned& wanted) {
   const bool may_skip = purpose == Purpose::kStored && lookups_;
+  wanted.key_indices.reserve(found_pages_.size());
+  wanted.counts.resize(groups_.size());
   size_t at = 0;
   bool fits = true;
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    group.wanted.clear();
     size_t idle = group.pages->num_idle();
+    const size_t before = wanted.key_indices.size();
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       if (found_pages_[at] != kNone) {
         // A page that the reservation holds cannot be evicted for it.
@@ -493,10 +486,12 @@ bool BlockManager::has_room(const Keys& keys, Purpose purpose) {
       } else if (may_skip && lookups_->count(key_at(keys.joined, at)) < store_threshold_) {
         ++group.counters.skipped;
       } else {
-        group.wanted.push_back(static_cast<uint32_t>(i));
+        wanted.key_indices.push_back(i);
       }
     }
-    if (group.wanted.size() > group.pages->num_free() + idle) {
+    const size_t count = wanted.key_indices.size() - before;
+    wanted.counts[g] = static_cast<int64_t>(count);
+    if (count > group.pages->num_free() + idle) {
       ++group.counters.refused;
       fits = false;
     }

@@ -163,7 +163,6 @@ class BlockManager {
     GroupOptions options;
     std::unique_ptr<Pages> pages;
     Counters counters;
-    std::vector<uint32_t> wanted;  // indices of the keys that are to be stored
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   // Throws if there is no such reservation.
@@ -186,13 +185,9 @@ class BlockManager {
   std::pair<size_t, size_t> needed_blocks(const Group& group, int64_t units) const;
   // Throws if a group's keys contain one key twice.
   void check_distinct(const Keys& keys);
-  // Sets `wanted` of each group, and counts the keys below the store threshold. Returns whether
-  // there are pages for all that are wanted.
-  bool has_room(const Keys& keys, Purpose purpose);
-  // Holds the pages that a group's keys have, gives pages to `wanted`, which `copy` fills, and adds
-  // pins for all of them. Returns how many pages it has written to `evicted`.
-  size_t take_pages(uint32_t group, const uint8_t* keys, uint32_t* found, int64_t count, Copy copy,
-                    std::vector<Pin>& pins, int64_t* evicted);
+  // Sets the key_indices and counts of `wanted` to the keys that are to be stored, and counts those
+  // below the store threshold. Returns whether there are pages for all that are wanted.
+  bool find_wanted(const Keys& keys, Purpose purpose, Assigned& wanted);
   void release_all(const std::vector<Pin>& pins);
 
   const std::shared_ptr<EndedPages> ended_pages_ = std::make_shared<EndedPages>();
@@ -208,8 +203,7 @@ class BlockManager {
   std::atomic<uint64_t> resets_ = 0;
   // Of the call that is running; kept for their memory.
   std::vector<uint32_t> found_pages_;  // the page of each key, or kNone
-  // assigned_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().
-  std::vector<uint32_t> assigned_, seen_;
+  std::vector<uint32_t> seen_;         // the hash table of check_distinct()
 };
 
 }  // namespace kvswap::prefix

@@ -78,12 +78,11 @@ void Pages::order(const uint32_t* pages, size_t count) {
   }
 }
 
-size_t Pages::assign(const uint8_t* keys, const std::vector<uint32_t>& key_indices, uint32_t* pages,
+size_t Pages::assign(const uint8_t* keys, const int64_t* key_indices, size_t count, int64_t* pages,
                      int64_t* evicted) {
-  const size_t count = key_indices.size();
   size_t num_evicted = 0;
   for (size_t i = 0; i < count; ++i) {
-    admissions_[i] = policy_->admit(key_at(keys, key_indices[i]));
+    admissions_[i] = policy_->admit(key_at(keys, static_cast<size_t>(key_indices[i])));
     if (num_free() > 0) {
       pages[i] = take_free();
     } else {
@@ -94,11 +93,12 @@ size_t Pages::assign(const uint8_t* keys, const std::vector<uint32_t>& key_indic
   std::reverse(pages, pages + count);  // a prompt is evicted from its end, so they may ascend now
   if (!std::is_sorted(pages, pages + count)) std::sort(pages, pages + count);
   for (size_t i = 0; i < count; ++i) {
-    table_.insert(pages[i], key_at(keys, key_indices[i]));
-    Node& node = table_.nodes[pages[i]];
+    const auto page = static_cast<uint32_t>(pages[i]);
+    table_.insert(page, key_at(keys, static_cast<size_t>(key_indices[i])));
+    Node& node = table_.nodes[page];
     node.count = 1;
     node.list = admissions_[i].list;
-    set_state(pages[i], PageState::kFilling);
+    set_state(page, PageState::kFilling);
   }
   return num_evicted;
 }

@@ -64,11 +64,11 @@ class Pages {
   // A page gets the newest place.
   void renew(uint32_t page) { policy_->place(page, kNone); }
 
-  // Gives a page to each of the keys at these indices, and holds it. The keys must be distinct and
-  // have no page, and there must be enough free and idle pages. The pages ascend, so that
+  // Gives a page to each of `count` keys at these indices, and holds it. The keys must be distinct
+  // and have no page, and there must be enough free and idle pages. The pages ascend, so that
   // neighbours are copied together. Writes those whose blocks were evicted in the order of their
   // eviction, and returns how many they are. Allocates nothing, so it cannot fail halfway.
-  size_t assign(const uint8_t* keys, const std::vector<uint32_t>& key_indices, uint32_t* pages,
+  size_t assign(const uint8_t* keys, const int64_t* key_indices, size_t count, int64_t* pages,
                 int64_t* evicted);
   // Lends a page. There must be a free or idle one.
   uint32_t lend();
