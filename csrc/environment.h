@@ -4,9 +4,6 @@
 // made: no native thread may read them while a Python thread changes them. An unknown value throws.
 namespace kvswap {
 
-// KVSWAP_BATCH: whether scattered copies may go to the driver in one call (1).
-bool batch_is_on();
-
 // KVSWAP_CHECK_ADDRESSES: whether swap_blocks_batch checks addresses before it uses them (0).
 bool address_check_is_on();
 

@@ -296,7 +296,6 @@ def swap_blocks_batch(
     library knows which addresses are that device's. ``torch.ops.torch_kvswap.swap_blocks_batch``
     does not check this.
 
-    Environment: ``KVSWAP_BATCH=0`` copies with one driver call per fragment.
     ``KVSWAP_CHECK_ADDRESSES=1`` checks every range against the allocations, and for overlaps,
     before anything is copied.
 

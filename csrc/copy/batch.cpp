@@ -103,7 +103,7 @@ void copy_beside_legacy_stream(const std::vector<Fragment>& fragments,
 void submit(const std::vector<Fragment>& fragments, const cuda::StreamRef& stream,
             const BatchOptions& options, bool capturing) {
   const bool one_by_one = capturing || options.has_pageable || fragments.size() < 2 ||
-                          !options.uses_batch || cuda::driver().copy_batch_async == nullptr;
+                          cuda::driver().copy_batch_async == nullptr;
   if (options.src_device >= 0) {
     copy_between_devices(fragments, stream, options.src_device);
   } else if (one_by_one) {

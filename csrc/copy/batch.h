@@ -2,7 +2,6 @@
 
 #include "copy/fragment.h"
 #include "cuda/context.h"
-#include "environment.h"
 
 namespace kvswap {
 
@@ -13,9 +12,6 @@ namespace kvswap {
 constexpr size_t kBatchFragments = 32;
 
 struct BatchOptions {
-  explicit BatchOptions(bool uses_batch = batch_is_on()) : uses_batch(uses_batch) {}
-
-  bool uses_batch;
   int src_device = -1;                 // of the sources, if they are on another GPU
   bool has_pageable = false;           // some address is pageable host memory
   bool wait = false;                   // return only when the bytes were read and written
@@ -23,8 +19,8 @@ struct BatchOptions {
 };
 
 // Copies on `stream`. Calls the driver once for up to kBatchFragments fragments, or once per
-// fragment if it has no batch call, KVSWAP_BATCH=0 is set, there is one fragment, some memory is
-// pageable or src_device is set. While the stream is being captured, records one graph node per
+// fragment if it has no batch call, there is one fragment, some memory is pageable or src_device is
+// set. While the stream is being captured, records one graph node per
 // fragment, and refuses pageable memory.
 //
 // A driver error names the call, the fragment's index, both addresses and the size. Copies

@@ -62,7 +62,6 @@ class CudaCopier : public Copier {
   const int device_;
   const cuda::Stream copies_;
   const bool to_host_;
-  const bool uses_batch_ = batch_is_on();
   cuda::Stream kernels_ = nullptr;  // packs and unpacks
   std::unique_ptr<StagingBuffer> staging_;
   bool is_unpacking_ = false;  // kernels_ has work that copies_ is not ordered after
@@ -88,7 +87,7 @@ void CudaCopier::start_after(const std::vector<Event>& events) {
 
 Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
                         CopyPosition& next, uint64_t& bytes) {
-  BatchOptions options(uses_batch_);
+  BatchOptions options;
   options.has_pageable = has_pageable;
   FragmentList fragments;
   bool ends_staged = false;
@@ -153,7 +152,7 @@ constexpr size_t kFragmentsPerEntry = 25;
 
 size_t CudaCopier::fragments_per_entry() const {
   const cuda::Driver& driver = cuda::driver();
-  return driver.copy_batch_async != nullptr && uses_batch_ ? kFragmentsPerEntry : 1;
+  return driver.copy_batch_async != nullptr ? kFragmentsPerEntry : 1;
 }
 
 bool CudaCopier::synchronize() noexcept {

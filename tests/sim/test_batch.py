@@ -68,12 +68,10 @@ def copy_two_fragments(driver):
     print(torch.equal(gpu[128:176], host[128:176]), int(host[176:].sum()))
 
 
-@pytest.mark.parametrize("variable", ["SIMULATED_WITHOUT=cuMemcpyBatchAsync", "KVSWAP_BATCH=0"])
 @without_cuda
-def test_without_the_batch_copies_go_singly(variable):
-    name, value = variable.split("=")
+def test_without_the_batch_copies_go_singly():
     assert_expected_inline(
-        simulated_driver.run(copy_two_fragments, **{name: value}),
+        simulated_driver.run(copy_two_fragments, SIMULATED_WITHOUT="cuMemcpyBatchAsync"),
         """\
 push context of device 0
 copy 32 bytes on stream 70
@@ -183,20 +181,22 @@ pop context
     )
 
 
-@pytest.mark.parametrize("batch", ["1", "0"])
-@simulated
-def test_a_driver_error_names_call_and_index(driver, batch):
+def fail_the_third_copy(driver):
     gpu, host = driver.memory(1024, DEVICE), driver.memory(1024, HOST)
     driver.set_stream(0, 70)
     driver.fail_copy(2)
     # Fragments 0 and 1 are one copy after merging; the third copy is fragment 3.
     offsets, sizes = torch.tensor([0, 64, 256, 512, 768]), torch.full((5,), 64)
     src, dst = host.data_ptr() + offsets, gpu.data_ptr() + offsets
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSWAP_BATCH", batch)
-        message = error_of(lambda: ops.swap_blocks_batch(src, dst, sizes))
-    call = "cuMemcpyBatchAsync" if batch == "1" else "cuMemcpyAsync"
-    assert message == (
+    print(error_of(lambda: ops.swap_blocks_batch(src, dst, sizes)))
+
+
+@pytest.mark.parametrize(
+    ("call", "without"), [("cuMemcpyBatchAsync", ""), ("cuMemcpyAsync", "cuMemcpyBatchAsync")]
+)
+@without_cuda
+def test_a_driver_error_names_call_and_index(call, without):
+    assert simulated_driver.run(fail_the_third_copy, SIMULATED_WITHOUT=without).strip() == (
         f"torch_kvswap::swap_blocks_batch: {call} failed at index 3, from 0x~ (pinned host memory, "
         "allocation 0x~ + 1024 bytes) to 0x~ (device 0, allocation 0x~ + 1024 bytes), 64 bytes: "
         "CUDA_ERROR_SIMULATED (1): made up by the simulated driver"
@@ -280,15 +280,16 @@ torch_kvswap::swap_blocks_batch: process N was forked from process N, which used
     )
 
 
-@pytest.mark.parametrize("variable", ["KVSWAP_BATCH", "KVSWAP_CHECK_ADDRESSES"])
 @simulated
-def test_an_unknown_environment_value_is_refused(driver, variable):
+def test_an_unknown_environment_value_is_refused(driver):
     gpu = driver.memory(64, DEVICE)
     src, dst = torch.tensor([gpu.data_ptr()] * 2), torch.tensor([gpu.data_ptr() + 32] * 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(variable, "off")
+        patch.setenv("KVSWAP_CHECK_ADDRESSES", "off")
         message = error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([8, 8])))
-    assert message == f"torch_kvswap::swap_blocks_batch: {variable} is 'off'; it must be 0 or 1"
+    assert message == (
+        "torch_kvswap::swap_blocks_batch: KVSWAP_CHECK_ADDRESSES is 'off'; it must be 0 or 1"
+    )
 
 
 def log_of_a_failed_copy(driver, host):

@@ -4,7 +4,6 @@ available (tests/unit/test_copy_method.py has the rule itself).
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from simulated_cache import (
     run_until,
     threads,
 )
-from simulated_driver import Driver, cache, on_device, place, run, simulated, without_cuda
+from simulated_driver import Driver, on_device, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
@@ -61,24 +60,6 @@ ValueError: copy_method is 'fast'; it must be 'auto', 'copy_engines', 'batch',
 ValueError: KVSWAP_COPY_METHOD is 'host'; it must be 'auto', 'copy_engines', 'batch',
 'strided', 'staged' or 'kernel'""",
     )
-
-
-@pytest.mark.parametrize(("batch", "copies"), [("1", ["batch of 6"]), ("0", ["copy 64 bytes"] * 6)])
-@simulated
-def test_kvswap_batch_is_read_by_the_constructor(
-    driver: Driver, batch: str, copies: list[str]
-) -> None:
-    layout, host = cache(driver)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSWAP_BATCH", batch)
-        handler = OffloadHandler(layout, host)
-    driver.log()
-    with handler:
-        handler.synchronize(handler.store(gpu_block_ids=[1, 3, 5], page_ids=[5, 1, 3]))
-        for block, page in ((1, 5), (3, 1), (5, 3)):
-            expected = torch.cat([tensor[block] for tensor in layout.tensors])
-            assert torch.equal(host.pages[page, 0], expected)
-    assert re.findall(r"batch of \d+|copy \d+ bytes", driver.log()) == copies
 
 
 def test_a_cpu_cache_has_its_own_method() -> None:

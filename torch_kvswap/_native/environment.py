@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from torch_kvswap._native.log import log
 
 _PREFIX = "KVSWAP_"
-_SWITCHES = ("BATCH", "CHECK_ADDRESSES", "LATE_CPU")
+_SWITCHES = ("CHECK_ADDRESSES", "LATE_CPU")
 _LIBRARY = (*_SWITCHES, "COPY_METHOD")
 _BUILD = ("CUDA", "TORCH_INDEX", "WERROR")
 _TESTS = ("FUZZ_", "REPORTS", "REQUIRE_GPU", "SUITES", "TEST_")  # and longer ones

@@ -45,22 +45,22 @@ def test_a_missing_device_is_an_error():
 
 
 def test_the_import_warns_of_wrong_variables(monkeypatch):
-    for name in [*os.environ, "KVSWAP_TEST_X", "KVSWAP_CUDA", "KVSWAP_BATCH", "OTHER_KVSWAP_X"]:
+    for name in [*os.environ, "KVSWAP_TEST_X", "KVSWAP_CUDA", "KVSWAP_LATE_CPU", "OTHER_KVSWAP_X"]:
         monkeypatch.setenv(name, "0")
     with logged() as messages:
         loader.load()
     assert messages == []
     monkeypatch.setenv("KVSWAP_HOST_BYTE", "1")
     monkeypatch.setenv("KVSWAP_CHECK_ADRESS", "1")
-    monkeypatch.setenv("KVSWAP_BATCH", "2")
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "2")
     with logged() as messages:
         loader.load()
     assert messages == [
-        "KVSWAP_BATCH is '2'; it must be 0 or 1",
         "the environment has KVSWAP_CHECK_ADRESS, which torch_kvswap does not read; did you mean "
         "KVSWAP_CHECK_ADDRESSES?",
         "the environment has KVSWAP_HOST_BYTE, which torch_kvswap does not read; it reads "
-        "KVSWAP_BATCH, KVSWAP_CHECK_ADDRESSES, KVSWAP_COPY_METHOD, KVSWAP_LATE_CPU",
+        "KVSWAP_CHECK_ADDRESSES, KVSWAP_COPY_METHOD, KVSWAP_LATE_CPU",
+        "KVSWAP_LATE_CPU is '2'; it must be 0 or 1",
     ]
 
 
