@@ -43,7 +43,7 @@ enum Exchange::Word : int {
 
 struct Exchange::Rank {
   SharedWord words[kWords];
-  SharedWord right;               // loads that it has found to be right
+  SharedWord checked;             // loads that it has found to be right
   SharedWord joined, open, left;  // the latest generation of which it has done that
   uint64_t description;
   cuda::MemoryHandle ring;
@@ -142,7 +142,7 @@ bool Exchange::take_step(uint64_t description) {
     if (!all([&](const Rank& rank) { return rank.left >= before; })) return false;
     KVSWAP_DRIVER_CHECK(cuda::driver().share_memory(&own.ring, ring_), "cuIpcGetMemHandle");
     for (SharedWord& word : own.words) word = 0;
-    own.right = 0;
+    own.checked = 0;
     own.description = description;
     generation_ = before + 1;
     is_over_ = false;
@@ -181,8 +181,8 @@ void Exchange::open_rings() {
 bool Exchange::leave() noexcept {
   if (waiting_since_ < 0) waiting_since_ = now();
   const double waited = now() - waiting_since_;
-  const uint64_t right = own().right;
-  const auto has_as_much = [right](const Rank& rank) { return rank.right >= right; };
+  const uint64_t checked = own().checked;
+  const auto has_as_much = [checked](const Rank& rank) { return rank.checked >= checked; };
   if (is_open() && waited < deadline_ && !all(has_as_much)) return false;
   if (!has_ended()) {
     end(kLeft);
@@ -278,18 +278,18 @@ void Exchange::wait(void* stream, int rank, Word word, uint64_t value) const {
 std::string Exchange::failure_of(uint64_t load) {
   const std::lock_guard<std::mutex> lock(mutex_);
   note_ends();
-  return load < own().right ? "" : describe_end();
+  return load < own().checked ? "" : describe_end();
 }
 
 // Whatever has ended while the exchange was open was not poisoned.
 void Exchange::note_ends() {
   const uint64_t done = own().words[kDone];
   if (has_ended()) return;
-  for (uint64_t load = own().right; load < done; ++load) {
+  for (uint64_t load = own().checked; load < done; ++load) {
     const uint64_t contents = own().loads[load % kMaxLoads];
     if (!all([&](const Rank& rank) { return rank.loads[load % kMaxLoads] == contents; }))
       return end(kDifferent);
-    own().right = load + 1;
+    own().checked = load + 1;
   }
 }
 
