@@ -55,10 +55,10 @@ class Slabs:
 class PagedLayout(Slabs):
     """The layout of a paged cache that is stored in tensors.
 
-    The dimensions before `block_dim` become slabs, one per index: K and V split as [2, num_blocks,
-    ...] with block_dim=1 give two slabs per tensor. The dimensions after it are a fragment, the
-    part of a block in one slab. It must be dense in some order of dimensions; the fragments of a
-    slab may lie apart (padded strides). No two slabs may share a byte.
+    Each index of the dimensions before `block_dim` is a slab: K and V split as [2, num_blocks, ...]
+    with block_dim=1 are two slabs per tensor. The part of a block in a slab is a fragment. It has
+    no gaps between its values, in whatever order its dimensions are; fragments may lie apart
+    (padded strides). No two slabs may share a byte.
 
     The layout holds the tensors. Nothing may free or move their memory while the layout is in use.
     Immutable, so any thread may read it. A copied or unpickled layout is rebuilt from the copied
@@ -251,13 +251,12 @@ def allocate_layers(
     """Allocates the layers of a cache as equidistant slices of one allocation.
 
     The driver then copies a block of all layers with one strided copy. Layers that were allocated
-    one by one take a copy for each layer, because none may span two allocations
+    one by one take a copy for each layer, because a copy cannot span two allocations
     (docs/copy_methods.md has figures). Each layer begins at a multiple of 512 bytes, as tensors of
     PyTorch's CUDA allocator do.
 
-    The slabs of a layer, such as keys and values of [2, num_blocks, ...], are equidistant too if
-    the bytes of a layer are a multiple of 512. Otherwise each layer takes a strided copy of its
-    own.
+    With keys and values apart, as in [2, num_blocks, ...], one copy is enough only if the bytes of
+    a layer are a multiple of 512. Otherwise there is one copy for each layer.
 
     Args:
         shape (Sequence[int]): the shape of a layer, such as [num_blocks, block_size, heads, size].

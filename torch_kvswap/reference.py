@@ -4,7 +4,7 @@ A transfer is three steps. The ids of pages become ids of their slots, ids becom
 op copies the bytes between them::
 
     slots = expand_block_ids(page_ids, blocks_per_page, first_slot, len(gpu_block_ids))
-    src, dst = addresses_of(gpu, gpu_block_ids), addresses_of(host.layout, slots)
+    src, dst = addresses_of(gpu, gpu_block_ids), addresses_of(host, slots)
     swap_blocks_batch(src, dst, sizes)
 
 The rest is about time. All copies run on one stream, so each follows the one before it. Events
@@ -247,7 +247,7 @@ class ReferenceHandler(NotCopyable):
         """Copies on the current stream."""
         if self._tensors is None:
             on_gpu = _addresses_of(self.gpu, blocks)
-            on_host = _addresses_of(self.host.layout, slots)
+            on_host = _addresses_of(self.host._slabs, slots)
             src, dst = (on_gpu, on_host) if direction == "store" else (on_host, on_gpu)
             swap_blocks_batch(src, dst, torch.from_numpy(self.gpu.sizes).repeat(len(blocks)))
             return

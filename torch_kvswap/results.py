@@ -93,8 +93,9 @@ class Result:
             undefined; if `rejected` names blocks, only those are.
         nbytes (int): bytes of the blocks.
         link_bytes (int): bytes that crossed the link; fewer than nbytes if the blocks are encoded.
-        copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
-            one driver call for 32 fragments, or one call per fragment on older drivers), "staged"
+        copy_method (str): "strided" (copy engine, one driver call for each block in layers of one
+            allocation), "batch" (copy engine, one driver call for 32 fragments, or one call per
+            fragment on older drivers), "staged"
             (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
             kernel reads and writes host pages directly) or "host" (memcpy). A ReferenceHandler also
             has "generic" (PyTorch's operations pack blocks and copy each run of adjacent pages).

@@ -459,11 +459,12 @@ With several groups, key_indices and pages are lists with one entry per group.
 
 Attributes:
     id (int): number of the reservation; 0 if there is nothing to store.
-    fills (bool): the copy writes the pages: they are for the keys that have none.
+    fills (bool): True for a store, which fills the pages; False for a load.
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages.
     evicted (list[int]): the pages whose blocks were evicted for it, in the order of eviction.
-    lease (Reservation | None): of preempt(): holds the pages of all keys until complete().)")
+    lease (Reservation | None): from preempt(): holds the blocks of all keys. To end the hold, pass
+        it to complete().)")
       .def(
           "__init__",
           [](Reservation* self, int64_t id, const PyEndedPages& ended, bool is_load) {
@@ -488,9 +489,11 @@ Attributes:
                  "pages={0.pages!r})";
              return nb::str(kText).format(self);
            })
-      .def_prop_ro("is_held", &Reservation::is_held, "Whether let_go() would end it.")
-      .def("let_go", &Reservation::let_go,
-           "Ends it, unless a job has. Returns whether it was held.")
+      .def_prop_ro("is_held", &Reservation::is_held, "Whether it still holds its pages.")
+      .def(
+          "let_go", &Reservation::let_go,
+          "Ends it as complete() or fail() does for a copy that was not submitted. Returns whether "
+          "it still held its pages.")
       // outcome: see protocol.py. rejected: group and page of each rejected page in turn.
       .def(
           "_end",
@@ -524,7 +527,8 @@ Args:
            R"(Holds the pages of ready blocks for a load.
 
 Args:
-    keys: keys of a prompt's blocks; of a prefix those of its needed_blocks().
+    keys: keys of the blocks to load; with windows or states only those at
+        needed_blocks(prefix).
 
 Returns:
     Reservation | None: None, with nothing held, if a block is not ready.)")
@@ -546,12 +550,12 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
-      .def(
-          "preempt", &PyBlockManager::reserve<prefix::Purpose::kPreempted, false>, "keys"_a.none(),
-          nb::sig("def preempt(self, keys: " KEYS ") -> Reservation | None"),
-          R"(prepare_store() for a preempted request, whose blocks stay until complete(store.lease).
+      .def("preempt", &PyBlockManager::reserve<prefix::Purpose::kPreempted, false>, "keys"_a.none(),
+           nb::sig("def preempt(self, keys: " KEYS ") -> Reservation | None"),
+           R"(prepare_store() for a preempted request, with a hold on the blocks of all keys.
 
-Ignores store_threshold. To restore the request, call prepare_load() first.
+complete(reservation.lease) ends the hold. Ignores store_threshold. To restore the request, call
+prepare_load() first.
 
 Args:
     keys: keys of all blocks of the request.

@@ -47,7 +47,7 @@ class Damage:
     def __init__(self, cache: EncodedCache, seed: int) -> None:
         self.cache, self.rng = cache, random.Random(seed)
         pool = cache.pools[0]
-        sizes = pool.layout.sizes
+        sizes = pool._slabs.sizes
         nbytes = pool._encoding.for_native(sizes).slot_bytes  # without padding
         slots = pool.pages.flatten(0, 1).numpy()[:, :nbytes]
         self.slot: Bytes = slots[0]

@@ -126,8 +126,8 @@ class HostPool(NotCopyable):
 
     Several handlers may use one pool, unless a PrefixCache uses it. A context manager that closes
     the pool on exit. A dropped pool is closed, too, and the end of the process unpins it. Not
-    thread safe, except num_ready_pages, is_ready and wait_ready(). In a forked child only tensors
-    taken from `pages` can be used; for a pool of one process they read as zeros there.
+    thread safe, except num_ready_pages, is_ready and wait_ready(). A forked child cannot use the
+    pool. Tensors taken from `pages` stay mapped there, and read as zeros unless the pool is shared.
 
     Pages for a cache on a device are pinned; if the driver refuses, a warning is logged, and they
     are pageable (is_pinned). They are on the NUMA node of a CUDA GPU, and on transparent huge pages
@@ -137,7 +137,8 @@ class HostPool(NotCopyable):
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
         num_pages (int): at least 1.
-        blocks_per_page (int): at least 1.
+        blocks_per_page (int): blocks that are stored, found and evicted together; 1 suits most
+            caches. docs/host_memory.md says when to take more.
         encoding (str): "raw" keeps blocks as they are; "lossless" encodes blocks of torch.bfloat16
             in slots of a smaller, fixed size, and decodes them bit for bit. A block that does not
             fit is rejected by its store. docs/encoding.md says what is gained.
@@ -165,8 +166,6 @@ class HostPool(NotCopyable):
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
         verify (str): "off" or "load".
-        layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. Slabs of
-            encoded blocks have the sizes of raw ones, and the address of their slot.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -380,7 +379,9 @@ class HostPool(NotCopyable):
         self._encoding = encoding
         self.encoding: EncodingName = encoding.name
         self._tensors = layout._describe()
-        self.layout = self._shape.slabs(self._memory.mapping.tensor, layout, encoding)
+        # The slabs of the pages, with num_pages * blocks_per_page blocks. Slabs of encoded blocks
+        # have the sizes of raw ones, and the address of their slot.
+        self._slabs = self._shape.slabs(self._memory.mapping.tensor, layout, encoding)
 
     def __repr__(self) -> str:
         is_open = self._memory.pages is not None
@@ -396,7 +397,7 @@ class HostPool(NotCopyable):
         """Makes a handle that other processes can attach to.
 
         Returns:
-            PoolHandle: to be sent with PoolHandle.send(), and closed by the caller.
+            PoolHandle: to be sent with PoolHandle.send(); closed by close(), or when it is dropped.
 
         Raises:
             ValueError: the pool belongs to one process.
@@ -452,9 +453,10 @@ class HostPool(NotCopyable):
 
     @property
     def pages(self) -> Tensor:
-        """All pages, or this process's part: uint8 [num_pages, blocks_per_page, slot_bytes].
+        """All pages: uint8 [num_pages, blocks_per_page, bytes of a block in its slot].
 
-        Encoded blocks are in the format of docs/encoding.md.
+        These are `slot_bytes`, or less with `part`, which shows this rank's blocks, and in over(),
+        whose slots may be larger. Use read_block() to decode encoded blocks.
 
         Views of it stay valid after close(). Before you access a page, wait on the host for the
         jobs that use it. Raises RuntimeError if the pool is closed.
@@ -471,7 +473,7 @@ class HostPool(NotCopyable):
             slot (int): 0 to blocks_per_page - 1.
 
         Returns:
-            Tensor: uint8, the slabs of the block in a row.
+            Tensor: uint8, the fragments of the block, one after another.
 
         Raises:
             IndexError: the pool has no such page or slot, or its page is not ready.
@@ -483,7 +485,7 @@ class HostPool(NotCopyable):
         self._ready_range.check(page, self.num_pages)
         if not 0 <= slot < self.blocks_per_page:
             raise IndexError(f"slot is {slot}; a page has slots 0 to {self.blocks_per_page - 1}")
-        block = self._encoding.block_in(pages[page, slot], self.layout.sizes)
+        block = self._encoding.block_in(pages[page, slot], self._slabs.sizes)
         if block is None:
             raise ValueError(
                 f"slot {slot} of page {page} holds no encoded block: its store was rejected, or "
@@ -602,7 +604,7 @@ class HostPool(NotCopyable):
         if self.verify == "off" or self.num_parts > 1:
             return b""
         first = page * self.blocks_per_page
-        return self._checksums(group).read(self.layout.sizes, first, self.blocks_per_page)
+        return self._checksums(group).read(self._slabs.sizes, first, self.blocks_per_page)
 
     def _write_checksums(self, page: int, group: int, checksums: bytes) -> None:
         """The page has the blocks of another page of the group, with these _read_checksums()."""

@@ -58,8 +58,7 @@ class _Offload:
 class KVSwapLinker(UnifiedCacheLinker):
     """Keeps SGLang's KV cache in a PrefixCache. SGLang makes a linker in each rank.
 
-    All calls come from SGLang's scheduler thread, and none waits for copies except
-    finish_layer_wise_loading(), reset() and close(). docs/sglang.md has the options.
+    docs/sglang.md has the options, and says when SGLang's scheduler waits.
 
     Raises:
         TypeError, ValueError: an option is wrong, or the model or configuration is not served.

@@ -363,11 +363,11 @@ class OffloadHandler(NotCopyable):
 
         Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
         stream. A load fails if the store into one of its pages failed or was cancelled: such a page
-        is invalid until it is stored again. A page that was never stored is copied as it is: zeros
-        in a new pool.
+        is invalid until it is stored again. A page that was never stored is copied as it is (zeros
+        in a new pool), unless the pool is encoded or has checksums.
 
-        A load rejects blocks, and fails with a BlocksRejectedError, if their page is encoded or has
-        checksums (HostPool.verify) and was never stored, or if their store rejected them. If blocks
+        With encoded pages or checksums (HostPool.verify), a load rejects blocks that were never
+        stored or that their store rejected, and fails with a BlocksRejectedError. If blocks
         do not match their checksums, it fails with a CorruptedPageError. Result.rejected has the
         positions of these blocks, whose contents are undefined; all others were loaded. A stream
         that waits for the job goes on before the checksums were compared; `Job.synchronize()`
@@ -379,8 +379,11 @@ class OffloadHandler(NotCopyable):
             after: as in store(). None lets the copy follow the kernels that read or wrote the
                 blocks before.
             layer_groups (int | None): move the layers in this many groups, one after another, so
-                that `Job.wait(layer_group=...)` can wait for one group. None is 1.
-            expedited (bool): use a separate channel that overtakes queued and running loads.
+                that `Job.wait(layer_group=...)` can wait for one group. None is 1. A group for each
+                2 MiB, 16 at most, is a good start: more groups take more host time.
+            expedited (bool): use a separate channel that overtakes queued and running loads. For
+                small loads that a request waits for: without staging memory, a large one keeps SMs
+                busy for as long as the link.
 
         Returns:
             Job: the submitted job.

@@ -46,8 +46,8 @@ class ChannelMetrics:
         link_bytes (int): bytes that these blocks moved over the link; fewer if encoded.
         blocks (int): blocks of the jobs that are done, or that failed because they rejected blocks.
         encoded_blocks (int): how many of these blocks have encoded host pages.
-        rejected_blocks (int): encoded blocks that these jobs have rejected, because they do not fit
-            into their slots, or because a slot held no valid block.
+        rejected_blocks (int): blocks that these jobs have rejected, because they do not fit into
+            their encoded slots, or because a slot held no valid block.
         corrupted_blocks (int): blocks of these jobs that no longer match what was stored, in pools
             with checksums (HostPool.verify). They do not count as rejected.
         queued (int): jobs now in the software queue.

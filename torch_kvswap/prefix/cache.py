@@ -150,8 +150,9 @@ class PrefixCache(NotCopyable):
         copy_method, staging_bytes, relays: see OffloadHandler.
         below (str | os.PathLike | PageStore | None): a second tier, which other processes may
             share: `"file:PATH"` or a path, `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a
-            PageStore, which close() closes; a constructor that raises does not. Pages are written
-            without waiting for their eviction. Needs the package xxhash. See docs/below.md.
+            PageStore, which close() closes. If the constructor raises, the PageStore stays open.
+            Pages are written without waiting for their eviction. Needs the package xxhash. See
+            docs/below.md.
         below_model (str | tuple[str, int, int] | None): names the model, its revision, and the
             order of axes of equal size; required with `below`, even if the keys cover the same. For
             a part of the model, (name, rank of this process, number of ranks). See docs/below.md.
@@ -375,9 +376,8 @@ class PrefixCache(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
-            gpu_block_ids: a destination for each block of all keys. Blocks that `prefix` leaves out
-                are not written, whatever their id; pass -1 if they have none. Without `prefix`, a
-                key with a -1 is not loaded.
+            gpu_block_ids: a GPU block for each block of all keys. With `prefix`, those beyond it
+                are ignored. Without it, a key with a -1 is not loaded.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
                 such as `Lookup.ready`: see BlockManager.needed_blocks(). None is all keys.
             after, layer_groups, expedited, tag: see OffloadHandler.load().
@@ -385,7 +385,7 @@ class PrefixCache(NotCopyable):
         Returns:
             Job | None: None if a block is not ready.
 
-        Raises what OffloadHandler.load() and BlockManager.prepare_load() do; nothing is held then.
+        Raises what OffloadHandler.load() and BlockManager.prepare_load() do.
         """
         prompt = self._reader.read(keys, gpu_block_ids, self.layouts, prefix)
         return self._load(prompt, after, layer_groups, expedited, tag)
@@ -403,9 +403,10 @@ class PrefixCache(NotCopyable):
         The blocks must not change until the job has ended: see jobs_using(). They can be loaded
         after poll() has reported it, except rejected ones (Result.rejected), which are not stored.
 
-        New blocks are computed from the blocks before them. So the store starts after loads into
-        the named blocks, and is reported after them. If such a load fails, and poll() had not
-        reported it when store() was called, the store fails with a SourceFailedError.
+        New blocks are computed from the blocks before them. So the store waits for running loads
+        into any of `gpu_block_ids`, and poll() reports it after them. If such a load fails, and
+        poll() had not reported it when store() was called, the store fails with a
+        SourceFailedError.
 
         Args:
             keys: keys of a prompt's blocks, in order.
@@ -417,8 +418,7 @@ class PrefixCache(NotCopyable):
         Returns:
             Stored: the job that copies them, or why there is none.
 
-        Raises what OffloadHandler.store() and BlockManager.prepare_store() do; nothing is held
-        then.
+        Raises what OffloadHandler.store() and BlockManager.prepare_store() do.
         """
         prompt = self._reader.read_distinct(keys, gpu_block_ids, self.layouts)
         self._grow()
@@ -468,8 +468,9 @@ class PrefixCache(NotCopyable):
             after, tag: see OffloadHandler.store().
 
         Returns:
-            Preempted | None: None if there is not enough room. Any other result keeps the blocks
-                until release(), or a resume() that says "loaded" or "lost", or it is dropped.
+            Preempted | None: None if there is not enough room. Otherwise the host keeps the blocks
+                until release(), until resume() says "loaded" or "lost", or until this object is
+                dropped.
         """
         prompt = self._reader.read_distinct(keys, gpu_block_ids, self.layouts)
         self._handler._check_options(after)

@@ -137,10 +137,7 @@ class BlockManager(NotCopyable, native.BlockManager):
     A manager needs no close(). It cannot be copied or pickled, and raises RuntimeError in a forked
     child.
 
-    Threads: any thread may call any method, and each call is atomic. A call with up to 1,024 keys
-    keeps the GIL for at most a few hundred microseconds, unless it must wait for another thread. A
-    call with more keys releases the GIL when it has read them. Other calls proceed while reset()
-    prepares new tables.
+    Threads: any thread may call any method, and each call is atomic.
 
     Args:
         groups (int | Sequence[BlockGroup]): number of pages; for a hybrid model one BlockGroup per

@@ -47,9 +47,9 @@ class BelowStats:
 
     Attributes:
         promoted (int): read into host memory.
-        damaged (int): refused and deleted, because the checksum or the trailer was wrong, an object
-            was missing or had another size, or a load found a damaged block in a page that had been
-            read.
+        damaged (int): refused and deleted, because the checksum or the metadata was wrong, an
+            object was missing or had another size, or a load found a damaged block in a page that
+            had been read.
         written (int): written, or found to be there already.
         failed (int): part of a call of the store that failed or timed out. Writes are tried again
             while the pages are in memory.

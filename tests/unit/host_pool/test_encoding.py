@@ -30,9 +30,9 @@ def test_slots_have_the_size_of_the_format() -> None:
     assert pool.pages.shape == (5, 3, slot_bytes)
     assert (pool.page_bytes, pool.nbytes) == (3 * slot_bytes, 15 * slot_bytes)
     assert HostPool.page_bytes_of(layout, 3, encoding="lossless") == pool.page_bytes
-    assert pool.layout.strides.tolist() == [slot_bytes] * len(SIZES)
-    assert pool.layout.bases.tolist() == [pool.pages.data_ptr()] * len(SIZES)
-    assert pool.layout.sizes.tolist() == SIZES
+    assert pool._slabs.strides.tolist() == [slot_bytes] * len(SIZES)
+    assert pool._slabs.bases.tolist() == [pool.pages.data_ptr()] * len(SIZES)
+    assert pool._slabs.sizes.tolist() == SIZES
 
 
 def test_bytes_are_encoded_if_the_layout_says_so() -> None:
@@ -102,8 +102,8 @@ def test_a_view_is_encoded_as_its_pool_is() -> None:
     view = pool.view_for(layout_of(torch.bfloat16, 2048))
     assert view.encoding == "lossless"
     assert (view.slot_bytes, view.page_bytes) == (pool.slot_bytes, pool.page_bytes)
-    assert view.layout.strides.tolist() == [pool.slot_bytes]
-    assert view.view_for(Bf16Cache().layout).layout.sizes.tolist() == SIZES
+    assert view._slabs.strides.tolist() == [pool.slot_bytes]
+    assert view.view_for(Bf16Cache().layout)._slabs.sizes.tolist() == SIZES
 
 
 def test_a_raw_pool_holds_larger_encoded_blocks() -> None:

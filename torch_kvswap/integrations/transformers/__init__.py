@@ -79,8 +79,8 @@ def enable(
     stays as it is.
 
     Args:
-        copy_method (str | None): see OffloadHandler. With "copy_engines", copies slow down other
-            kernels less, and kernel launches more.
+        copy_method (str | None): see OffloadHandler. With "copy_engines", copies slow down
+            running kernels less, but delay kernel launches more.
         staging_bytes (int): GPU memory for staged copies; see OffloadHandler.
         encoding (str): see HostPool. With "lossless", `cpu_offload_space` holds more
             blocks of a cache in torch.bfloat16. A request with a block that does not fit into its

@@ -28,6 +28,8 @@ _RECOMPUTES_CHUNKS = tuple(map(int, transformers.__version__.split(".")[:2])) < 
 class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
     """Keys and values in pinned host memory; the GPU has buffers for a few layers at a time.
 
+    Use it so::
+
         cache = HostCache(model.config, max_tokens=131_072)
         model.generate(inputs, past_key_values=cache, prefill_chunk_size=8192)
 

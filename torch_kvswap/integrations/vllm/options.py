@@ -51,7 +51,8 @@ class SpecOptions:
         store_threshold (int): a chunk is stored when this many requests have contained it.
         copy_method, staging_bytes: see OffloadHandler.
         encoding, verify, pin_in_background: see HostPool.
-        host_server (str | None): the socket of a server that has the host memory.
+        host_server (str | None): the path of the socket of a server that has the host memory; in
+            the configuration "unix:PATH".
         exchange (bool): workers with equal caches exchange what they load; see OffloadHandler.
     """
 
