@@ -252,6 +252,18 @@ def test_arc_counts_no_own_reuse():
     assert evicted_one_by_one(ours, 4) == keys(1, 0) + keys(1, 2, prompt=9)
 
 
+def test_a_loaded_prompt_is_evicted_from_its_end():
+    """Before its request has finished. Loads name one group of layers after another, too."""
+    ours, one = manager(), request()
+    every = [key(0, place, group) for place in range(2) for group in range(2)]
+    for some in (every[2:], every[:2]):  # stored by two requests, the end first
+        ours.complete_store(ours.prepare_store(some, request("stores")).keys_to_store, one)
+    loaded = every[::2] + every[1::2]
+    ours.prepare_load(loaded, one)
+    ours.complete_load(loaded, one)
+    assert evicted_one_by_one(ours, 4) == every[::-1]
+
+
 # Traffic
 
 

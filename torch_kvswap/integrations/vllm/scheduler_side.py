@@ -200,14 +200,11 @@ class KVSwapManager(HostManager[Reservation]):
         ready = self._ready(keys)
         access.see(req_context, ready, is_reused=True)
         folded = fold_keys(keys)
-        skipped = 0
         if self._counts_offers:
             self._blocks.lookup(folded)
-            skipped = self._blocks.stats().skipped
         store = self._blocks.prepare_store(folded)
         if store is None:
-            missing = sum(key not in self._states for key in keys)
-            self._sizes.append(missing - (self._blocks.stats().skipped - skipped))
+            self._sizes.append(sum(key not in self._states for key in keys))
             return None
         if not store.id:
             return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
