@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -44,7 +43,6 @@ def test_our_options_are_read_and_vllms_left():
     [
         ({"evict_policy": 1}, "KVSwapConnector does not know it; did you mean eviction_policy"),
         ({"x": 1}, "x is 1; KVSwapConnector does not know it; the options are cpu_bytes_to_use"),
-        ({"cpu_bytes_to_use": math.inf}, "cpu_bytes_to_use is inf; it must be a whole number"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use is True; it must be a whole number"),
         (
             {"cpu_bytes_to_use": 1.5},
@@ -52,8 +50,6 @@ def test_our_options_are_read_and_vllms_left():
         ),
         ({"staging_bytes": 1.5}, "staging_bytes is 1.5; it must be a whole number, 0 or more"),
         ({"eviction_policy": "mru"}, "eviction_policy is 'mru'; it must be 'lru' or 'arc'"),
-        ({"copy_method": 3}, "copy_method is 3; it must be 'auto', 'copy_engines', 'batch',"),
-        ({"encoding": "zstd"}, "encoding is 'zstd'; it must be 'raw' or"),
         ({"verify": True}, "verify is True; it must be 'off' or 'load'"),
         ({"pin_in_background": 1}, "pin_in_background is 1; it must be true"),
         ({"kv_role": 1}, "kv_role is 1; put it next to kv_connector_extra_config, in kv_transfer"),
@@ -61,16 +57,11 @@ def test_our_options_are_read_and_vllms_left():
         ({"spec_name": "CPUOffloadingSpec"}, "KVSwapConnector chooses it itself; leave it out"),
         ({"sync_load_budget_bytes": 9}, "KVSwapConnector chooses it itself; leave it out"),
         ({"canonical_layout": True}, "it is for vLLM's manager of secondary_tiers, and there are"),
-        (
-            TIERS | SERVER,
-            "vLLM's secondary_tiers do not have it; leave it out",
-        ),
+        (TIERS | SERVER, "vLLM's secondary_tiers do not have it; leave it out"),
         (SERVER | {"host_server": "/s"}, "host_server is '/s'; it must be \"unix:PATH\""),
         ({"host_server": "unix:/s"}, "cpu_bytes_to_use is 1; the server at unix:/s has the host"),
         (SERVER | {"eviction_policy": "arc"}, "eviction_policy is 'arc'; the server at unix:/s"),
         (TIERS | {"encoding": "lossless"}, "vLLM's secondary_tiers do not have it; leave it out"),
-        (TIERS | {"verify": "load"}, "vLLM's secondary_tiers do not have it; leave it out"),
-        (TIERS | {"pin_in_background": True}, "vLLM's secondary_tiers do not have it; leave it"),
         (TIERS | {"staging_bytes": -1}, "staging_bytes is -1; it must be a whole number, 0"),
     ],
 )

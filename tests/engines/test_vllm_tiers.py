@@ -23,7 +23,6 @@ from vllm_serving import (
     check,
     expected_tokens,
     never,
-    only,
     prompt,
     serving,
 )
@@ -130,24 +129,6 @@ def test_our_worker_or_vllms_own_moves_blocks(tmp_path, caplog, name):
     assert len(said) == bool(why)
     assert why in "".join(said)
     worker.shutdown()
-
-
-@pytest.mark.parametrize(("runner", "rank"), [("v1", 0), ("v2", 1)])
-@SCHEDULERS
-def test_a_failed_store_reaches_no_tier(folder, runner, rank, is_async):
-    one = {"a": prompt(1, 97)}
-    how = {"extra": tier(folder), "transfer": RECOMPUTE, "workers": 2}
-    with serving(folder, runner=runner, is_async=is_async, **how) as engine:
-        faults = Faults(engine, only("store"), rank)
-        engine.serve(one)
-        assert faults.count["store"] > 0
-        assert files(folder) == {}
-        faults.chooses = never
-        engine.forget_gpu()
-        engine.serve(again("again", one))
-        check(engine, again("again", one))
-        assert nothing_is_held(engine)
-    assert len(files(folder)) == 6
 
 
 @pytest.mark.parametrize("has_tier", [False, True])

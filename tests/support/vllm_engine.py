@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,17 @@ def config(
     rank: int = 0,
     replicated: bool = False,
     windows: Sequence[int | None] = (None,),
+    dtype: str = "bfloat16",
+    sizes: Mapping[str, int] | None = None,
     **extra: Any,
 ) -> Any:
     """Of blocks with this many bytes in a worker. windows: of each group of layers, in chunks.
-    extra: with canonical_layout, of a model for which vLLM certifies it."""
+    sizes: of kinds of parallelism. extra: with canonical_layout, of a model for which vLLM
+    certifies it."""
     group: dict[str, Any] = {"tokens_per_block": 16, "layer_names": ("a", "b")}
     parallel: dict[str, Any] = dict.fromkeys(("pp_size", "pcp_size", "dcp_size"), 1)
     parallel |= {"rank": rank, "world_size": world, "tp_size": world, "data_parallel_index": 0}
+    parallel |= sizes or {}
     is_canonical = bool(extra.get("canonical_layout"))
     parallel["is_parallelism_agnostic"] = is_canonical
     more: dict[str, Any] = {"replicated_layout": True} if replicated else {}
@@ -83,7 +87,7 @@ def config(
         enable_kv_cache_events=False,
         extra_config=extra,
         engine_id="engine",
-        model=offload_config.OffloadingModelConfig("model", "bfloat16"),
+        model=offload_config.OffloadingModelConfig("model", dtype),
         cache=offload_config.OffloadingCacheConfig(16, chunk),
         parallel=offload_config.OffloadingParallelConfig(**parallel),
         **more,
