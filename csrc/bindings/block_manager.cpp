@@ -58,51 +58,45 @@ nb::object join_keys(const std::string& name, nb::handle keys) {
   return joined.is_valid() ? joined : python.hash_keys(name, keys);
 }
 
-// The keys of a call, kKeyBytes each, of all groups in a row.
-class JoinedKeys {
+// The keys of a call.
+class ReadKeys {
  public:
   // keys: of the only group; of several groups a list with those of each.
-  JoinedKeys(nb::handle keys, bool is_list, size_t num_groups) : copies_(num_groups > 1) {
+  ReadKeys(nb::handle keys, bool is_list, size_t num_groups) {
     if (!is_list) {
-      one_count_ = read("keys", keys);
+      held_ = join_keys("keys", keys);
+      one_ = row(held_);
       return;
     }
     const auto split = split_ids("keys", keys, static_cast<int>(num_groups));
+    nb::list held;
     for (size_t g = 0; g < num_groups; ++g) {
-      counts_.push_back(read("keys[" + std::to_string(g) + "]", split[g]));
+      held.append(join_keys("keys[" + std::to_string(g) + "]", split[g]));
+      several_.push_back(row(held[g]));
     }
+    held_ = std::move(held);
   }
 
-  prefix::Keys keys() const { return {joined(), counts()}; }
-  const int64_t* counts() const { return counts_.empty() ? &one_count_ : counts_.data(); }
-  size_t size() const { return total_; }
+  const prefix::GroupKeys* of_groups() const { return several_.empty() ? &one_ : several_.data(); }
+
+  // Of all groups.
+  size_t size() const {
+    size_t sum = one_.count;
+    for (const prefix::GroupKeys& of_group : several_) sum += of_group.count;
+    return sum;
+  }
 
  private:
-  const uint8_t* joined() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
-
-  int64_t read(const std::string& name, nb::handle keys) {
-    const nb::object object = join_keys(name, keys);
+  static prefix::GroupKeys row(nb::handle keys) {
     char* bytes = nullptr;
     Py_ssize_t length = 0;
-    if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
-    if (copies_) {
-      copied_.insert(copied_.end(), bytes, bytes + length);
-    } else {
-      bytes_ = reinterpret_cast<const uint8_t*>(bytes);
-      held_ = std::move(object);
-    }
-    const size_t count = static_cast<size_t>(length) / kKeyBytes;
-    total_ += count;
-    return static_cast<int64_t>(count);
+    if (PyBytes_AsStringAndSize(keys.ptr(), &bytes, &length) != 0) throw nb::python_error();
+    return {reinterpret_cast<const uint8_t*>(bytes), static_cast<size_t>(length) / kKeyBytes};
   }
 
-  const bool copies_;  // the keys of several groups are copied into a row
-  nb::object held_;    // the bytes that bytes_ points to
-  const uint8_t* bytes_ = nullptr;
-  std::vector<uint8_t> copied_;
-  std::vector<int64_t> counts_;
-  int64_t one_count_ = 0;
-  size_t total_ = 0;
+  nb::object held_;  // the bytes of the keys, or a list with those of each group
+  prefix::GroupKeys one_{};
+  std::vector<prefix::GroupKeys> several_;
 };
 
 // Makes a call with the GIL held, and without it if it is busy.
@@ -202,9 +196,9 @@ class PyBlockManager {
   template <bool kForCache>
   nb::object lookup(nb::handle keys, nb::handle again) {
     const bool is_again = read_switch("again", again);
-    const JoinedKeys joined = read(keys, kForCache);
+    const ReadKeys read = read_keys(keys, kForCache);
     const auto [found, ready, pending] =
-        busy([&](bool wait) { return manager_.lookup(joined.keys(), is_again, wait); });
+        busy([&](bool wait) { return manager_.lookup(read.of_groups(), is_again, wait); });
     // Lookup is a named tuple; its own constructor takes four times as long.
     auto* type = reinterpret_cast<PyTypeObject*>(python.Lookup.ptr());
     static const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
@@ -229,12 +223,12 @@ class PyBlockManager {
 
   template <bool kAll, bool kForCache>
   std::optional<Reservation> hold(nb::handle keys) {
-    const JoinedKeys joined = read(keys, kForCache);
+    const ReadKeys read = read_keys(keys, kForCache);
     // All memory is taken before pages are held.
     Reservation made;
     auto pages = new_pages(kForCache);
     made.id =
-        busy([&](bool wait) { return manager_.hold(joined.keys(), kAll, made.assigned, wait); });
+        busy([&](bool wait) { return manager_.hold(read.of_groups(), kAll, made.assigned, wait); });
     if (made.id == 0) return std::nullopt;
     made.has_groups = kForCache || has_groups_;
     give(made, std::move(pages), made.assigned.pages.size(), true);
@@ -282,13 +276,13 @@ class PyBlockManager {
 
   void publish(nb::handle pages, nb::handle keys) {
     alive();
-    const JoinedKeys joined{keys, false, 1};
+    const ReadKeys read{keys, false, 1};
     const std::vector<int64_t> lent = read_pages(pages);
-    if (lent.size() != joined.size()) {
-      kvswap::fail<ValueError>(count_of(joined.size(), "key"), " for ",
-                               count_of(lent.size(), "page"), "; name one for each page");
+    if (lent.size() != read.size()) {
+      kvswap::fail<ValueError>(count_of(read.size(), "key"), " for ", count_of(lent.size(), "page"),
+                               "; name one for each page");
     }
-    busy([&](bool wait) { manager_.publish(lent, joined.keys().joined, wait); });
+    busy([&](bool wait) { manager_.publish(lent, read.of_groups()->bytes, wait); });
   }
 
   void take_back(nb::handle pages) {
@@ -315,14 +309,14 @@ class PyBlockManager {
   }
 
   void touch(nb::handle keys) {
-    const JoinedKeys joined = read(keys, false);
-    busy([&](bool wait) { manager_.touch(joined.keys(), wait); });
+    const ReadKeys read = read_keys(keys, false);
+    busy([&](bool wait) { manager_.touch(read.of_groups(), wait); });
   }
 
   void order(nb::handle keys, nb::handle renew) {
     const bool is_renewed = read_switch("renew", renew);
-    const JoinedKeys joined = read(keys, false);
-    busy([&](bool wait) { manager_.order(joined.keys(), is_renewed, wait); });
+    const ReadKeys read = read_keys(keys, false);
+    busy([&](bool wait) { manager_.order(read.of_groups(), is_renewed, wait); });
   }
 
   void reset() {
@@ -340,13 +334,13 @@ class PyBlockManager {
  private:
   std::optional<Reservation> reserve(nb::handle keys, prefix::Purpose purpose, bool for_cache,
                                      std::optional<uint64_t> resets) {
-    const JoinedKeys joined = read(keys, for_cache);
+    const ReadKeys read = read_keys(keys, for_cache);
     // All memory is taken before pages are.
     Reservation made;
     auto pages = new_pages(for_cache), pages_of_lease = new_pages(for_cache);
     if (purpose == prefix::Purpose::kPreempted) made.lease = nb::cast(Reservation());
     const auto stored = busy([&](bool wait) {
-      return manager_.prepare_store(joined.keys(), purpose, resets, made.assigned, wait);
+      return manager_.prepare_store(read.of_groups(), purpose, resets, made.assigned, wait);
     });
     if (!stored) return std::nullopt;
     made.id = stored->reservation;
@@ -355,7 +349,7 @@ class PyBlockManager {
     if (stored->lease != 0) {
       auto& lease = *nb::inst_ptr<Reservation>(made.lease);
       lease.id = stored->lease;
-      give(lease, std::move(pages_of_lease), joined.size(), true);
+      give(lease, std::move(pages_of_lease), read.size(), true);
     }
     give(made, std::move(pages), made.assigned.pages.size(), false);
     return made;
@@ -430,7 +424,7 @@ class PyBlockManager {
     process_.check();
     return manager_;
   }
-  JoinedKeys read(nb::handle keys, bool for_cache) const {
+  ReadKeys read_keys(nb::handle keys, bool for_cache) const {
     process_.check();
     return {keys, for_cache || has_groups_, num_groups_};
   }

@@ -28,7 +28,7 @@ BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Option
     : policy_(options.policy), below_(options.below), store_threshold_(options.store_threshold) {
   size_t num_pages = 0;
   for (const GroupOptions& group : groups) {
-    groups_.push_back({group, nullptr, {}});
+    groups_.push_back({group, nullptr, {}, {}});
     num_pages += group.num_pages;
   }
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
@@ -70,21 +70,22 @@ void BlockManager::grow(const int64_t* ready_pages) {
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
-int64_t BlockManager::hold(const Keys& keys, bool all, Assigned& held, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
+int64_t BlockManager::hold(const GroupKeys* keys, bool all, Assigned& held, bool wait) {
+  const size_t most = num_keys(keys);
+  const auto lock = lock_for(most, wait);
   find_pages(keys, true);
   std::vector<Pin> pins;
-  pins.reserve(found_pages_.size());
-  held.key_indices.reserve(found_pages_.size());
-  held.pages.reserve(found_pages_.size());
+  pins.reserve(most);
+  held.key_indices.reserve(most);
+  held.pages.reserve(most);
   held.counts.resize(groups_.size());
-  size_t at = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
-    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      const uint32_t page = found_pages_[at];
-      if (groups_[g].pages->is_filled(page)) {
+    const Group& group = groups_[g];
+    for (size_t i = 0; i < group.found.size(); ++i) {
+      const uint32_t page = group.found[i];
+      if (group.pages->is_filled(page)) {
         pins.push_back({g, page, Copy::kLoad});
-        held.key_indices.push_back(i);
+        held.key_indices.push_back(static_cast<int64_t>(i));
         held.pages.push_back(page);
         ++held.counts[g];
       } else if (all) {
@@ -106,10 +107,11 @@ int64_t BlockManager::hold(const Keys& keys, bool all, Assigned& held, bool wait
   return id;
 }
 
-std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purpose,
+std::optional<Stored> BlockManager::prepare_store(const GroupKeys* keys, Purpose purpose,
                                                   std::optional<uint64_t> resets,
                                                   Assigned& assigned, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
+  const size_t most = num_keys(keys);
+  const auto lock = lock_for(most, wait);
   if (resets && *resets != resets_) return std::nullopt;
   check_distinct(keys);
   find_pages(keys, true);
@@ -120,8 +122,8 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   assigned.pages.resize(num_wanted);
   assigned.evicted.resize(num_wanted);
   std::vector<Pin> pins, leased;
-  pins.reserve(found_pages_.size());
-  if (is_leased) leased.reserve(found_pages_.size());
+  pins.reserve(most);
+  if (is_leased) leased.reserve(most);
   const Stored stored{next_id(), is_leased ? next_id() : 0};
   std::vector<Pin>& made = reservations_[stored.reservation];
   std::vector<Pin>* lease = nullptr;
@@ -132,27 +134,26 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
     throw;
   }
   const Copy copy = purpose == Purpose::kPromoted ? Copy::kPromotion : Copy::kStore;
-  size_t at = 0, written = 0, num_evicted = 0;
+  size_t written = 0, num_evicted = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     Pages& pages = *groups_[g].pages;
-    const uint32_t* found = found_pages_.data() + at;
-    const int64_t size = keys.counts[g], count = assigned.counts[g];
+    const std::vector<uint32_t>& found = groups_[g].found;
+    const auto count = static_cast<size_t>(assigned.counts[g]);
     const int64_t* wanted = assigned.key_indices.data() + written;
     int64_t* given = assigned.pages.data() + written;
-    for (int64_t i = 0; i < size; ++i) {
-      if (found[i] != kNone) pages.hold(found[i]);
+    for (const uint32_t page : found) {
+      if (page != kNone) pages.hold(page);
     }
-    num_evicted += pages.assign(keys.joined + at * kKeyBytes, wanted, static_cast<size_t>(count),
-                                given, assigned.evicted.data() + num_evicted);
-    for (int64_t i = 0, next = 0; i < size; ++i) {
-      if (next < count && wanted[next] == i) {
+    num_evicted +=
+        pages.assign(keys[g].bytes, wanted, count, given, assigned.evicted.data() + num_evicted);
+    for (size_t i = 0, next = 0; i < found.size(); ++i) {
+      if (next < count && wanted[next] == static_cast<int64_t>(i)) {
         pins.push_back({g, static_cast<uint32_t>(given[next++]), copy});
       } else if (found[i] != kNone) {
         pins.push_back({g, found[i], Copy::kNone});
       }
     }
-    at += static_cast<size_t>(size);
-    written += static_cast<size_t>(count);
+    written += count;
   }
   assigned.evicted.resize(num_evicted);
   if (is_leased) {
@@ -274,30 +275,26 @@ BlockManager::Reservations::iterator BlockManager::find(int64_t id) {
   return found;
 }
 
-void BlockManager::touch(const Keys& keys, bool wait) {
+void BlockManager::touch(const GroupKeys* keys, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
   // The first block is the last one used: without it no other block is of use.
-  size_t end = found_pages_.size();
-  for (size_t g = groups_.size(); g-- > 0;) {
-    for (int64_t i = keys.counts[g]; i-- > 0;) {
-      const uint32_t page = found_pages_[--end];
-      if (groups_[g].pages->is_filled(page)) groups_[g].pages->use(page);
+  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
+    for (size_t i = group->found.size(); i-- > 0;) {
+      if (group->pages->is_filled(group->found[i])) group->pages->use(group->found[i]);
     }
   }
 }
 
-void BlockManager::order(const Keys& keys, bool renew, bool wait) {
+void BlockManager::order(const GroupKeys* keys, bool renew, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
-  size_t at = 0;
-  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
-    Pages& pages = *groups_[g].pages;
-    const auto count = static_cast<size_t>(keys.counts[g]);
-    for (size_t i = renew ? count : 0; i-- > 0;) {
-      if (pages.has_key(found_pages_[at + i])) pages.renew(found_pages_[at + i]);
+  for (const Group& group : groups_) {
+    const std::vector<uint32_t>& found = group.found;
+    for (size_t i = renew ? found.size() : 0; i-- > 0;) {
+      if (group.pages->has_key(found[i])) group.pages->renew(found[i]);
     }
-    if (!renew) pages.order(found_pages_.data() + at, count);
+    if (!renew) group.pages->order(found.data(), found.size());
   }
 }
 
@@ -325,31 +322,29 @@ void BlockManager::release_all(const std::vector<Pin>& pins) {
   }
 }
 
-size_t BlockManager::num_keys(const Keys& keys) const {
+size_t BlockManager::num_keys(const GroupKeys* keys) const {
   size_t sum = 0;
-  for (size_t g = 0; g < groups_.size(); ++g) sum += static_cast<size_t>(keys.counts[g]);
+  for (size_t g = 0; g < groups_.size(); ++g) sum += keys[g].count;
   return sum;
 }
 
-void BlockManager::find_pages(const Keys& keys, bool all) {
-  found_pages_.resize(num_keys(keys));
-  size_t at = 0;
+void BlockManager::find_pages(const GroupKeys* keys, bool all) {
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const Group& group = groups_[g];
-    const auto count = static_cast<size_t>(keys.counts[g]);
+    Group& group = groups_[g];
+    const size_t count = keys[g].count;
+    group.found.resize(count);
     size_t step = all || group.options.window > 0 ? count : 1;  // most misses are at the front
     for (size_t start = 0; start < count;) {
       const size_t size = std::min(step, count - start);
-      uint32_t* found = found_pages_.data() + at + start;
-      group.pages->table().find_all(keys.joined + (at + start) * kKeyBytes, size, found);
+      uint32_t* found = group.found.data() + start;
+      group.pages->table().find_all(keys[g].bytes + start * kKeyBytes, size, found);
       if (size < count && std::find(found, found + size, kNone) != found + size) {
-        std::fill(found + size, found_pages_.data() + at + count, kNone);
+        std::fill(found + size, group.found.data() + count, kNone);
         break;
       }
       start += size;
       step = kAtOnce;
     }
-    at += count;
   }
 }
 
@@ -360,29 +355,27 @@ std::pair<size_t, size_t> BlockManager::needed_blocks(const Group& group, int64_
 }
 
 template <class IsPresent>
-int64_t BlockManager::longest_prefix(const int64_t* counts, const IsPresent& is_present) const {
+int64_t BlockManager::longest_prefix(std::vector<size_t> ends, const IsPresent& is_present) const {
   // A group that needs all blocks limits the prefix to those before the first that is missing.
   int64_t units = INT64_MAX;
-  std::vector<size_t> present_from;  // of each group: it has all blocks from here to the end
   for (size_t g = 0; g < groups_.size(); ++g) {
-    auto end = static_cast<size_t>(counts[g]);
     if (groups_[g].options.window == 0) {
       size_t first_missing = 0;
-      while (first_missing < end && is_present(g, first_missing)) ++first_missing;
-      end = first_missing;
+      while (first_missing < ends[g] && is_present(g, first_missing)) ++first_missing;
+      ends[g] = first_missing;
     }
-    present_from.push_back(end);
-    units = std::min(units, static_cast<int64_t>(end / groups_[g].options.ratio));
+    units = std::min(units, static_cast<int64_t>(ends[g] / groups_[g].options.ratio));
   }
   // The others are checked backwards from the end of the prefix, until none shortens it: if block j
-  // of the window is missing, a prefix can only end before that block. No block is checked twice.
+  // of the window is missing, a prefix can only end before that block. No block is checked twice:
+  // those from ends[g] to the end of the prefix are present.
   for (bool shorter = true; shorter && units > 0;) {
     shorter = false;
     for (size_t g = 0; g < groups_.size(); ++g) {
       const Group& group = groups_[g];
       if (group.options.window == 0) continue;
       const auto [start, end] = needed_blocks(group, units);
-      size_t& from = present_from[g];
+      size_t& from = ends[g];
       from = std::min(from, end);
       while (from > start && is_present(g, from - 1)) --from;
       if (from == start) continue;
@@ -394,38 +387,30 @@ int64_t BlockManager::longest_prefix(const int64_t* counts, const IsPresent& is_
 }
 
 int64_t BlockManager::longest_prefix(int64_t found, const std::vector<std::string>& there) const {
-  std::vector<int64_t> counts;
-  std::vector<size_t> first;
+  std::vector<size_t> first, ends;
   for (size_t g = 0; g < groups_.size(); ++g) {
     first.push_back(static_cast<size_t>(found) * groups_[g].options.ratio);
-    counts.push_back(static_cast<int64_t>(first[g] + there[g].size()));
+    ends.push_back(first[g] + there[g].size());
   }
-  return longest_prefix(counts.data(), [&](size_t g, size_t i) {
+  return longest_prefix(std::move(ends), [&](size_t g, size_t i) {
     return i < first[g] || there[g][i - first[g]] != 0;
   });
 }
 
-Lookup BlockManager::lookup(const Keys& keys, bool again, bool wait) {
+Lookup BlockManager::lookup(const GroupKeys* keys, bool again, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, false);
-  std::vector<size_t> begins;  // of each group, in found_pages_
-  size_t begin = 0;
-  for (size_t g = 0; g < groups_.size(); begin += static_cast<size_t>(keys.counts[g++]))
-    begins.push_back(begin);
+  std::vector<size_t> ends;
+  for (const Group& group : groups_) ends.push_back(group.found.size());
   Lookup found{
-      longest_prefix(keys.counts,
-                     [&](size_t g, size_t i) { return found_pages_[begins[g] + i] != kNone; }),
-      longest_prefix(keys.counts,
-                     [&](size_t g, size_t i) {
-                       return groups_[g].pages->is_filled(found_pages_[begins[g] + i]);
-                     }),
+      longest_prefix(ends, [&](size_t g, size_t i) { return groups_[g].found[i] != kNone; }),
+      longest_prefix(
+          std::move(ends),
+          [&](size_t g, size_t i) { return groups_[g].pages->is_filled(groups_[g].found[i]); }),
       0};
-  size_t at = 0;
-  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
-    Group& group = groups_[g];
+  for (Group& group : groups_) {
     int64_t pending = 0;
-    for (size_t i = 0; i < static_cast<size_t>(keys.counts[g]); ++i) {
-      const uint32_t page = found_pages_[at + i];
+    for (const uint32_t page : group.found) {
       if (page != kNone) {
         pending += !group.pages->is_filled(page);
       } else if (group.options.window == 0) {
@@ -435,30 +420,31 @@ Lookup BlockManager::lookup(const Keys& keys, bool again, bool wait) {
     found.pending += pending;
     if (again) continue;
     const auto [first, last] = needed_blocks(group, found.ready);
-    group.counters.asked += static_cast<uint64_t>(keys.counts[g]);
+    group.counters.asked += group.found.size();
     group.counters.hits += last - first;
     group.counters.pending += static_cast<uint64_t>(pending);
   }
   if (lookups_ && !again) {
     // The first key is counted last, and so forgotten last: a store that leaves out the first block
     // of a prompt must not store the others.
-    for (size_t i = found_pages_.size(); i-- > 0;) lookups_->add(key_at(keys.joined, i));
+    for (size_t g = groups_.size(); g-- > 0;) {
+      for (size_t i = keys[g].count; i-- > 0;) lookups_->add(key_at(keys[g].bytes, i));
+    }
   }
   return found;
 }
 
-void BlockManager::check_distinct(const Keys& keys) {
-  size_t at = 0;
-  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
-    const auto count = static_cast<size_t>(keys.counts[g]);
+void BlockManager::check_distinct(const GroupKeys* keys) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const auto [bytes, count] = keys[g];
     size_t slots = 2;
     while (slots < 2 * count) slots *= 2;
     seen_.assign(slots, kNone);
     for (size_t i = 0; i < count; ++i) {
-      const Key key = key_at(keys.joined, at + i);
+      const Key key = key_at(bytes, i);
       size_t slot = groups_[g].pages->table().hash(key) & (slots - 1);
       for (; seen_[slot] != kNone; slot = (slot + 1) & (slots - 1)) {
-        if (!(key_at(keys.joined, at + seen_[slot]) == key)) continue;
+        if (!(key_at(bytes, seen_[slot]) == key)) continue;
         const std::string keys_name =
             groups_.size() == 1 ? "keys" : "keys[" + std::to_string(g) + "]";
         fail<ValueError>(keys_name, "[", i, "] is the same key as ", keys_name, "[", seen_[slot],
@@ -469,24 +455,23 @@ void BlockManager::check_distinct(const Keys& keys) {
   }
 }
 
-bool BlockManager::find_wanted(const Keys& keys, Purpose purpose, Assigned& wanted) {
+bool BlockManager::find_wanted(const GroupKeys* keys, Purpose purpose, Assigned& wanted) {
   const bool may_skip = purpose == Purpose::kStored && lookups_;
-  wanted.key_indices.reserve(found_pages_.size());
+  wanted.key_indices.reserve(num_keys(keys));
   wanted.counts.resize(groups_.size());
-  size_t at = 0;
   bool fits = true;
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
     size_t idle = group.pages->num_idle();
     const size_t before = wanted.key_indices.size();
-    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      if (found_pages_[at] != kNone) {
+    for (size_t i = 0; i < group.found.size(); ++i) {
+      if (group.found[i] != kNone) {
         // A page that the reservation holds cannot be evicted for it.
-        idle -= group.pages->is_idle(found_pages_[at]);
-      } else if (may_skip && lookups_->count(key_at(keys.joined, at)) < store_threshold_) {
+        idle -= group.pages->is_idle(group.found[i]);
+      } else if (may_skip && lookups_->count(key_at(keys[g].bytes, i)) < store_threshold_) {
         ++group.counters.skipped;
       } else {
-        wanted.key_indices.push_back(i);
+        wanted.key_indices.push_back(static_cast<int64_t>(i));
       }
     }
     const size_t count = wanted.key_indices.size() - before;

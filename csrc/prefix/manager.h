@@ -28,10 +28,11 @@ struct Options {
   BelowPolicy below;
 };
 
-// The keys of a request: those of the first group one after another, then those of the next.
-struct Keys {
-  const uint8_t* joined;  // kKeyBytes each, in a row
-  const int64_t* counts;  // one for each group
+// The keys of a request in one group, kKeyBytes each, in a row. A call gets an array with an item
+// for each group.
+struct GroupKeys {
+  const uint8_t* bytes;
+  size_t count;
 };
 
 // found: length of the longest cached prefix, in units. ready: length of the longest prefix that
@@ -102,17 +103,17 @@ class BlockManager {
   // new manager has none.
   void grow(const int64_t* ready_pages);
   // again: a repeated lookup, which is not counted.
-  Lookup lookup(const Keys& keys, bool again, bool wait);
+  Lookup lookup(const GroupKeys* keys, bool again, bool wait);
   // The longest prefix, in units, that somebody else can complete, who has the blocks behind the
   // first `found` units for which `there`, of each group, is not 0.
   int64_t longest_prefix(int64_t found, const std::vector<std::string>& there) const;
   // Holds the pages of the keys that are ready. all: or of none, if a key is not; this counts as a
   // use. Otherwise they keep their places in the order of eviction. Returns the reservation; 0 if
   // nothing is held.
-  int64_t hold(const Keys& keys, bool all, Assigned& held, bool wait);
+  int64_t hold(const GroupKeys* keys, bool all, Assigned& held, bool wait);
   // Gives pages to the keys that are to be stored. Gives none and returns nullopt if there is no
   // room, or if there were other resets than `resets`.
-  std::optional<Stored> prepare_store(const Keys& keys, Purpose purpose,
+  std::optional<Stored> prepare_store(const GroupKeys* keys, Purpose purpose,
                                       std::optional<uint64_t> resets, Assigned& assigned,
                                       bool wait);
   // Holds up to `count` pages of a group that are due to be written below, those that have been due
@@ -134,11 +135,11 @@ class BlockManager {
   // end().
   void abandon(int64_t reservation, bool wait);
   // Marks the blocks of the keys as used, the first block as the most recent.
-  void touch(const Keys& keys, bool wait);
+  void touch(const GroupKeys* keys, bool wait);
   // Sets the order of eviction: in each group, later blocks of the keys before earlier ones. renew:
   // and all of them after the blocks of other keys. Does not count as a use. Pages that are held
   // take their place when they are released.
-  void order(const Keys& keys, bool renew, bool wait);
+  void order(const GroupKeys* keys, bool renew, bool wait);
   // Forgets all keys. Pages of reservations stay held; other calls wait only while those are
   // marked.
   void reset();
@@ -163,6 +164,8 @@ class BlockManager {
     GroupOptions options;
     std::unique_ptr<Pages> pages;
     Counters counters;
+    // Of the call that is running: the page of each key, or kNone. Kept for its memory.
+    std::vector<uint32_t> found;
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   // Throws if there is no such reservation.
@@ -173,21 +176,21 @@ class BlockManager {
   void end_reported();
   // Throws only std::bad_alloc, with nothing changed.
   void end(Reservations::iterator of, Outcome outcome, const RejectedPages& rejected);
-  size_t num_keys(const Keys& keys) const;
-  // Sets `found_pages_`, the page of each key or kNone. all: of every key; otherwise, in groups
-  // without a window, keys after the first miss may be left at kNone.
-  void find_pages(const Keys& keys, bool all);
-  // The longest prefix, in units, whose needed blocks are all present; counts: blocks of each
-  // group.
+  size_t num_keys(const GroupKeys* keys) const;
+  // Sets `found` of each group. all: of every key; otherwise, in groups without a window, keys
+  // after the first miss may be left at kNone.
+  void find_pages(const GroupKeys* keys, bool all);
+  // The longest prefix, in units, whose needed blocks are all present. ends: how many blocks there
+  // are of each group; changed on the way.
   template <class IsPresent>
-  int64_t longest_prefix(const int64_t* counts, const IsPresent& is_present) const;
+  int64_t longest_prefix(std::vector<size_t> ends, const IsPresent& is_present) const;
   // The range [first, end) of a group's blocks that a prefix of this length needs.
   std::pair<size_t, size_t> needed_blocks(const Group& group, int64_t units) const;
   // Throws if a group's keys contain one key twice.
-  void check_distinct(const Keys& keys);
+  void check_distinct(const GroupKeys* keys);
   // Sets the key_indices and counts of `wanted` to the keys that are to be stored, and counts those
   // below the store threshold. Returns whether there are pages for all that are wanted.
-  bool find_wanted(const Keys& keys, Purpose purpose, Assigned& wanted);
+  bool find_wanted(const GroupKeys* keys, Purpose purpose, Assigned& wanted);
   void release_all(const std::vector<Pin>& pins);
 
   const std::shared_ptr<EndedPages> ended_pages_ = std::make_shared<EndedPages>();
@@ -201,9 +204,7 @@ class BlockManager {
   ReservedPages* reported_ = nullptr;  // taken from ended_pages_
   std::vector<std::pair<uint32_t, Key>> corrupted_;
   std::atomic<uint64_t> resets_ = 0;
-  // Of the call that is running; kept for their memory.
-  std::vector<uint32_t> found_pages_;  // the page of each key, or kNone
-  std::vector<uint32_t> seen_;         // the hash table of check_distinct()
+  std::vector<uint32_t> seen_;  // the hash table of check_distinct(), kept for its memory
 };
 
 }  // namespace kvswap::prefix
