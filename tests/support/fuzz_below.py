@@ -33,7 +33,7 @@ class FaultyStore(MemoryStore):
 
     Attributes:
         works (bool): nothing fails or hangs from now on.
-        spoiled (set[str]): the keys of all objects that were lost or damaged, in hexadecimal.
+        spoiled (set[str]): the keys of all pages that were lost or damaged, in hexadecimal.
     """
 
     def __init__(self, seed: int, rates: Mapping[str, tuple[float, float]]) -> None:
@@ -45,7 +45,7 @@ class FaultyStore(MemoryStore):
         self._rngs = {what: random.Random(f"{seed} {what}") for what in methods}
 
     def spoil(self) -> None:
-        """An object is lost or damaged."""
+        """A page is lost or damaged."""
         rng = self._rngs["spoil"]
         if not self.objects:
             return
@@ -80,7 +80,7 @@ class FaultyStore(MemoryStore):
 
 
 def key_in(name: str) -> str:
-    """Of the page that the object belongs to."""
+    """The key of the page with this name."""
     return name.rpartition("@")[2].partition("-")[0]
 
 
@@ -246,9 +246,8 @@ class BelowServer(Server):
         assert self.prefixes._below is not None
         (form,) = self.prefixes._below._formats
         suffix = self.prefixes._below._suffix(self.prefixes.manager.resets)
-        keys = [self.key(key)]
-        names = *form.page_names(keys, suffix), *form.trailer_names(keys, suffix)
-        return all(name in self.store_below.objects for name in names)
+        (name,) = form.names([self.key(key)], suffix)
+        return name in self.store_below.objects
 
     def closes(self, pool: HostPool) -> bool:
         with suppress(RuntimeError):  # a call has not returned

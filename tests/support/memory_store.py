@@ -32,15 +32,18 @@ class MemoryStore(PageStore):
         self._end("exists", keys, self._begin("exists", keys))
         return [key in self.objects or key in self.lying for key in keys]
 
-    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+    def get(
+        self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]
+    ) -> list[bool]:
         some = self._begin("get", keys)
-        came = [self._get(*one) for one in zip(some, buffers, strict=False)]
+        came = [self._get(*one) for one in zip(some, pages, trailers, strict=False)]
         self._end("get", keys, some)
         return came + [False] * (len(keys) - len(came))
 
-    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+    def put(self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]) -> None:
         some = self._begin("put", keys)
-        self.objects.update(zip(some, map(bytes, buffers), strict=False))
+        for key, page, trailer in zip(some, pages, trailers, strict=False):
+            self.objects[key] = bytes(page) + bytes(trailer)
         self._end("put", keys, some)
 
     def delete(self, keys: list[str]) -> None:
@@ -61,11 +64,12 @@ class MemoryStore(PageStore):
             while self.waiting:
                 self.waiting.popleft()()
 
-    def _get(self, key: str, buffer: memoryview) -> bool:
-        found = self.objects.get(key, b"")
-        if len(found) == len(buffer):
-            buffer[:] = found
-        return len(found) == len(buffer)
+    def _get(self, key: str, page: memoryview, trailer: memoryview) -> bool:
+        found = memoryview(self.objects.get(key, b""))
+        for part, of_part in ((page, found[: len(page)]), (trailer, found[len(page) :])):
+            size = min(len(part), len(of_part))  # as far as it goes
+            part[:size] = of_part[:size]
+        return len(found) > 0
 
     def _begin(self, what: str, keys: list[str]) -> list[str]:
         """Hangs, or not. Returns the keys that the call gets to before it fails: all, or fewer."""

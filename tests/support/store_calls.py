@@ -6,7 +6,7 @@ import mmap
 
 from torch_kvswap.below import PageStore
 
-PAGE = 8192
+PAGE, TRAILER = 8192, 4096
 
 
 def pages(*fills: bytes, nbytes: int = PAGE) -> list[memoryview]:
@@ -18,16 +18,23 @@ def pages(*fills: bytes, nbytes: int = PAGE) -> list[memoryview]:
     return views
 
 
+def trailers(*fills: bytes) -> list[memoryview]:
+    """Aligned memory for a trailer of each of these bytes."""
+    return pages(*fills, nbytes=TRAILER)
+
+
 def put_pages(store: PageStore, keys: list[str]) -> None:
-    store.put(keys, pages(*map(str.encode, keys)))
+    fills = list(map(str.encode, keys))
+    store.put(keys, pages(*fills), trailers(*(fill.upper() for fill in fills)))
 
 
 def get_pages(store: PageStore, keys: list[str]) -> list[bool]:
     """For each key whether it came, with the right bytes."""
-    into = pages(*[b"."] * len(keys))
-    came = store.get(keys, into)
-    for key, view, is_right in zip(keys, into, came, strict=True):
-        assert view == (key.encode() if is_right else b".") * PAGE
+    into, ends = pages(*[b"."] * len(keys)), trailers(*[b"."] * len(keys))
+    came = store.get(keys, into, ends)
+    for key, page, trailer, is_right in zip(keys, into, ends, came, strict=True):
+        fill = key.encode() if is_right else b"."
+        assert (page, trailer) == (fill * PAGE, fill.upper() * TRAILER)
     return came
 
 
@@ -40,12 +47,13 @@ def check_put_get_and_delete(store: PageStore) -> None:
     assert get_pages(store, ["a", "b"]) == [True, True]
     store.delete(["a", "c"])
     assert store.exists(["a", "b"]) == [False, True]
-    assert (store.exists([]), store.get([], [])) == ([], [])
-    store.put([], [])
-    for fill, nbytes in ((b"x", PAGE), (b"y", PAGE), (b"z", 16 << 20)):  # one in place of another
-        (page,) = pages(fill, nbytes=nbytes)
-        page[:100] = b"-" * 100
-        store.put(["key"], [page])
-        (into,) = pages(b".", nbytes=nbytes)
-        assert store.get(["key"], [into]) == [True]
-        assert into == page
+    assert (store.exists([]), store.get([], [], [])) == ([], [])
+    store.put([], [], [])
+    for fill, nbytes in ((b"x", PAGE), (b"y", PAGE), (b"z", 16 << 20)):
+        (page,), (trailer,) = pages(fill, nbytes=nbytes), trailers(b"t")
+        page[:100], trailer[-100:] = b"-" * 100, fill * 100
+        store.put(["key"], [page], [trailer])
+        (into,), (end,) = pages(b".", nbytes=nbytes), trailers(b".")
+        assert store.get(["key"], [into], [end]) == [True]
+        assert (into, end) == (page, trailer)
+        store.delete(["key"])

@@ -1,4 +1,4 @@
-"""A store that keeps each object in a file of a folder."""
+"""A store that keeps each page in a file of a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference, page_text
 
-# Smaller files, such as trailers, go through the page cache: to wait for the disk takes longer.
+# Files of smaller pages go through the page cache: to wait for the disk takes longer.
 _LEAST_DIRECT = 8192
 _UNFINISHED = ".unfinished"
 # A link is not followed, and opening a named pipe waits for nobody.
@@ -37,9 +37,10 @@ class FileStore(PageStore):
     All of them run as one user, who owns the folder and alone may write to it. Only regular files
     of this user are read.
 
-    Reads and writes of 8 KiB and more bypass the page cache (O_DIRECT) if the file system can, and
-    if address and size of the memory are multiples of 4,096 bytes. A file gets its name when it is
-    complete. It is not flushed, so a reader must detect damage after a loss of power.
+    Reads and writes of pages of 8 KiB and more bypass the page cache (O_DIRECT) if the file system
+    can, and if addresses and sizes of page and trailer are multiples of 4,096 bytes. A file gets
+    its name when it is complete. It is not flushed, so a reader must detect damage after a loss of
+    power.
 
     Args:
         path (str): the folder, which is made if there is none, with mode 0700.
@@ -107,13 +108,15 @@ class FileStore(PageStore):
         with self._folder() as folder:
             return [_has(key, folder) for key in keys]
 
-    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+    def get(
+        self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]
+    ) -> list[bool]:
         with self._folder() as folder:
-            return [self._read(folder, *one) for one in zip(keys, buffers, strict=True)]
+            return [self._read(folder, *one) for one in zip(keys, pages, trailers, strict=True)]
 
-    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+    def put(self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]) -> None:
         with self._folder() as folder, self._made(_UNFINISHED, folder) as unfinished:
-            for one in zip(keys, buffers, strict=True):
+            for one in zip(keys, pages, trailers, strict=True):
                 self._write(folder, unfinished, *one)
 
     def delete(self, keys: list[str]) -> None:
@@ -157,32 +160,34 @@ class FileStore(PageStore):
         finally:
             os.close(folder)
 
-    def _read(self, folder: int, key: str, buffer: memoryview) -> bool:
+    def _read(self, folder: int, key: str, page: memoryview, trailer: memoryview) -> bool:
         try:
-            file = self._open(key, os.O_RDONLY, buffer, folder)
+            file = self._open(key, os.O_RDONLY, page, trailer, folder)
         except FileNotFoundError:
             return False
         try:
             of_file = os.fstat(file)
             if not _is_ours(of_file):
                 raise PermissionError(f"{key} is not a regular file of this user")
-            done = 0
-            if of_file.st_size == len(buffer):
-                while done < len(buffer) and (step := os.preadv(file, [buffer[done:]], done)):
-                    done += step
-            return done == len(buffer) == of_file.st_size
+            size, done = min(len(page) + len(trailer), of_file.st_size), 0
+            while done < size and (step := os.preadv(file, _rest(page, trailer, done), done)):
+                done += step
+            return done > 0  # the caller refuses what a loss of power has truncated
         finally:
             os.close(file)
 
-    def _write(self, folder: int, unfinished: int, key: str, buffer: memoryview) -> None:
+    def _write(
+        self, folder: int, unfinished: int, key: str, page: memoryview, trailer: memoryview
+    ) -> None:
         name = f"{self._names}{next(self._files)}"
-        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, buffer, unfinished)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        file = self._open(name, flags, page, trailer, unfinished)
         try:
             # Tells _remove_unfinished() of other processes that this one lives.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             done = 0
-            while done < len(buffer):
-                done += os.pwritev(file, [buffer[done:]], done)
+            while done < len(page) + len(trailer):
+                done += os.pwritev(file, _rest(page, trailer, done), done)
             os.rename(name, key, src_dir_fd=unfinished, dst_dir_fd=folder)
         except OSError:
             with contextlib.suppress(FileNotFoundError):
@@ -191,13 +196,15 @@ class FileStore(PageStore):
         finally:
             os.close(file)
 
-    def _open(self, name: str, flags: int, buffer: memoryview, folder: int) -> int:
+    def _open(
+        self, name: str, flags: int, page: memoryview, trailer: memoryview, folder: int
+    ) -> int:
         """Opens a file for these bytes, around the page cache if that is possible and worth it."""
         flags |= _CAREFULLY
-        is_large = len(buffer) >= _LEAST_DIRECT
-        if self._direct and is_large and not _is_aligned(buffer):
+        is_large = len(page) >= _LEAST_DIRECT
+        if self._direct and is_large and not (_is_aligned(page) and _is_aligned(trailer)):
             warn_once(
-                f"pages of {len(buffer)} bytes go through the page cache, which is slower: "
+                f"pages of {len(page)} bytes go through the page cache, which is slower: "
                 f"O_DIRECT needs pages that begin at multiples of {ALIGNMENT} bytes and have such "
                 "sizes, which another blocks_per_page may give them"
             )
@@ -229,6 +236,13 @@ class FileStore(PageStore):
                             os.close(file)
         except FileNotFoundError:
             pass  # there is none yet
+
+
+def _rest(page: memoryview, trailer: memoryview, done: int) -> list[memoryview]:
+    """What follows the bytes that are done."""
+    if done < len(page):
+        return [page[done:], trailer]
+    return [trailer[done - len(page) :]]
 
 
 def _is_aligned(buffer: memoryview) -> bool:

@@ -1,10 +1,10 @@
 """The format of a page in a second tier: its bytes, and a trailer that describes them.
 
-A page is two objects, NAMESPACE@RANK@0@KEY with its bytes and NAMESPACE@RANK@1@KEY with a trailer:
-magic, version, namespace, key, length, checksum, the checksums of the blocks if the pool has them
+A page is one object, NAMESPACE@RANK@KEY: its bytes, then a trailer. The trailer has magic, version,
+namespace, key, length, checksum, the checksums of the blocks if the pool has them
 (`HostPool.verify`), then zeros up to a multiple of 4,096. The checksum is of the bytes and of the
-checksums of the blocks. The trailer is written second. A reader makes the trailer of the bytes that
-came, and compares the two: that checks all fields.
+checksums of the blocks. A reader makes the trailer of the bytes that came, and compares the two:
+that checks all fields.
 
 NAMESPACE is the SHA-256 of the page_text() of what describes the pages. Another version of the
 format has other namespaces, so that its pages are not found, and another number in its trailers, so
@@ -77,13 +77,9 @@ class PageFormat:
         self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
         log.info("pages in the second tier are named %s@...: %s", self.name, self.description)
 
-    def page_names(self, keys: Iterable[bytes], suffix: str) -> list[str]:
-        """The names of the objects with the bytes of pages."""
-        return [f"{self.name}@0@{key.hex()}{suffix}" for key in keys]
-
-    def trailer_names(self, keys: Iterable[bytes], suffix: str) -> list[str]:
-        """The names of the objects with the trailers of pages."""
-        return [f"{self.name}@1@{key.hex()}{suffix}" for key in keys]
+    def names(self, keys: Iterable[bytes], suffix: str) -> list[str]:
+        """The names of pages in a store."""
+        return [f"{self.name}@{key.hex()}{suffix}" for key in keys]
 
     def write_trailer(
         self, trailer: memoryview, key: bytes, page: int, of_page: memoryview

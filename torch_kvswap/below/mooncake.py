@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import socket
 import threading
 import weakref
@@ -63,17 +62,20 @@ class MooncakeStore(PageStore):
             codes = self._connected().batch_is_exist(keys)
         return [code == 1 for code in _checked(keys, codes)]
 
-    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+    def get(
+        self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]
+    ) -> list[bool]:
         with self._calls:
-            client, addresses = self._connected(), self._addresses(buffers)
-            codes = client.batch_get_into(keys, addresses, list(map(len, buffers)))
-        # What is longer than its buffer is an error of Mooncake.
-        return list(map(operator.eq, _checked(keys, codes, _NOT_THERE), map(len, buffers)))
+            client, places = self._connected(), self._places(pages, trailers)
+            codes = client.batch_get_into_multi_buffers(keys, *places)
+        # An object of another size is an error of Mooncake.
+        return [code != _NOT_THERE for code in _checked(keys, codes, _NOT_THERE)]
 
-    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+    def put(self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]) -> None:
         with self._calls:
-            client, addresses = self._connected(), self._addresses(buffers)
-            _checked(keys, client.batch_upsert_from(keys, addresses, list(map(len, buffers))))
+            client, places = self._connected(), self._places(pages, trailers)
+            # What exists, or is being written by others, stays.
+            _checked(keys, client.batch_put_from_multi_buffers(keys, *places))
 
     def delete(self, keys: list[str]) -> None:
         with self._calls:
@@ -104,24 +106,29 @@ class MooncakeStore(PageStore):
                 self._client = client
             return self._client
 
-    def _addresses(self, memoryviews: Sequence[memoryview]) -> list[int]:
-        """Where they are. Mooncake must know all memory, which it is told once.
+    def _places(
+        self, pages: Sequence[memoryview], trailers: Sequence[memoryview]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """For each page, the addresses of it and its trailer, and their sizes.
 
-        What a view is a part of is told as a whole: a pool, or the trailers of a batch.
+        Mooncake must know all memory, which it is told once. What a view is a part of is told as a
+        whole: a pool, or the trailers of a batch.
         """
         with self._changing:
             for address, still in list(self._registered.items()):
                 if still() is None:  # other memory may be there now
                     self._client.unregister_buffer(address)
                     del self._registered[address]
-            for whole in {id(view.obj): view.obj for view in memoryviews}.values():
+            for whole in {id(view.obj): view.obj for view in [*pages, *trailers]}.values():
                 address, nbytes = _place_of(whole)
                 if address not in self._registered:
                     code = self._client.register_buffer(address, nbytes)
                     if code:
                         raise OSError(f"{nbytes} bytes cannot be registered: error {code}")
                     self._registered[address] = weakref.ref(whole)
-        return [_place_of(view)[0] for view in memoryviews]
+        objects = list(zip(pages, trailers, strict=True))
+        addresses = [[_place_of(page)[0], _place_of(trailer)[0]] for page, trailer in objects]
+        return addresses, [[len(page), len(trailer)] for page, trailer in objects]
 
 
 def _place_of(memory: Any) -> tuple[int, int]:

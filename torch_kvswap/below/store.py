@@ -7,7 +7,10 @@ from urllib.parse import SplitResult, urlsplit
 
 
 class PageStore(ABC):
-    """A store of objects (bytes) by name. Derive a store of your own from it.
+    """A store of pages by name. Derive a store of your own from it.
+
+    A page comes with a trailer, some KiB that describe it. The store keeps both as one object: a
+    reader gets the page and the trailer of one put(), or neither.
 
     The methods may block. Up to eight threads call them at once. Buffers are valid until the call
     returns. An exception means that the call has failed and nothing is known about its keys; then
@@ -16,29 +19,32 @@ class PageStore(ABC):
 
     @abstractmethod
     def exists(self, keys: list[str]) -> list[bool]:
-        """Returns for each key whether its object exists."""
+        """Returns for each key whether its page exists."""
 
     @abstractmethod
-    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
-        """Reads each object into its buffer.
+    def get(
+        self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]
+    ) -> list[bool]:
+        """Reads each page and its trailer into these buffers.
+
+        The caller checks the bytes, so that the store may also read a truncated object.
 
         Returns:
-            list[bool]: for each key, True if the object was read completely, and False if there is
-                no object of the buffer's size: its page is then deleted. If the store cannot tell,
-                raise an exception instead.
+            list[bool]: for each key, True if the page was read, and False if there is none of these
+                sizes: it is then deleted. If the store cannot tell, raise an exception instead.
         """
 
     @abstractmethod
-    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
-        """Stores the bytes of each buffer under its key, and replaces an object that exists.
+    def put(self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]) -> None:
+        """Stores each page with its trailer under its key.
 
-        A reader must see the old object, the new one, or none. After an exception all pages of the
-        call are written again later.
+        Several engines may write a page at once; then the store may keep any of their objects.
+        After an exception all pages of the call are written again later.
         """
 
     @abstractmethod
     def delete(self, keys: list[str]) -> None:
-        """Deletes the objects of these keys, as far as they exist."""
+        """Deletes the pages of these keys, as far as they exist."""
 
     def close(self) -> None:
         """Called once, when all other calls have returned."""

@@ -54,13 +54,15 @@ class ValkeyStore(PageStore):
     def exists(self, keys: list[str]) -> list[bool]:
         return [number == 1 for number in self._numbers(b"EXISTS", keys)]
 
-    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
-        return [self._get(*one) for one in zip(keys, buffers, strict=True)]
+    def get(
+        self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]
+    ) -> list[bool]:
+        return [self._get(*one) for one in zip(keys, pages, trailers, strict=True)]
 
-    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+    def put(self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]) -> None:
         with self._connection() as server:
-            for key, buffer in zip(keys, buffers, strict=True):
-                server.send([b"SET", key.encode(), buffer])
+            for key, page, trailer in zip(keys, pages, trailers, strict=True):
+                server.send([b"SET", key.encode(), (page, trailer)])
                 server.answer(b"+")
 
     def delete(self, keys: list[str]) -> None:
@@ -71,10 +73,10 @@ class ValkeyStore(PageStore):
             while True:
                 self._idle.pop().close()
 
-    def _get(self, key: str, buffer: memoryview) -> bool:
+    def _get(self, key: str, page: memoryview, trailer: memoryview) -> bool:
         with self._connection() as server:
             server.send([b"GET", key.encode()])
-            return server.value(buffer)
+            return server.value(page, trailer)
 
     def _numbers(self, command: bytes, keys: list[str]) -> list[int]:
         """Sends the command for all keys, then reads the answers."""
@@ -129,19 +131,19 @@ class _Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._reader = self._socket.makefile("rb")
 
-    def send(self, *commands: Sequence[bytes | memoryview]) -> None:
+    def send(self, *commands: Sequence[bytes | tuple[memoryview, ...]]) -> None:
         self._socket.settimeout(TIMEOUT)
         text = b""
         for command in commands:
             text += b"*%d\r\n" % len(command)
             for part in command:
-                text += b"$%d\r\n" % len(part)
-                if isinstance(part, memoryview):
-                    self._socket.sendall(text, socket.MSG_MORE)
-                    self._socket.sendall(part, socket.MSG_MORE)
-                    text = b"\r\n"
-                else:
-                    text += part + b"\r\n"
+                if isinstance(part, bytes):
+                    text += b"$%d\r\n%b\r\n" % (len(part), part)
+                    continue
+                self._socket.sendall(text + b"$%d\r\n" % sum(map(len, part)), socket.MSG_MORE)
+                for buffer in part:
+                    self._socket.sendall(buffer, socket.MSG_MORE)
+                text = b"\r\n"
         self._socket.sendall(text)
 
     def answer(self, kind: bytes) -> bytes:
@@ -162,13 +164,13 @@ class _Connection:
             raise ConnectionAbortedError(f"not a Valkey server: it answers {line[:80]!r}")
         return int(line)
 
-    def value(self, buffer: memoryview) -> bool:
-        """Reads a value. False if there is none of this size."""
+    def value(self, *buffers: memoryview) -> bool:
+        """Reads a value into the buffers. False if there is none of their size."""
         size = self.number(b"$")
-        if size != len(buffer):
+        if size != sum(map(len, buffers)):
             self.is_in_step = size < 0  # else the value is left unread
             return False
-        if self._reader.readinto(buffer) < size:
+        if sum(map(self._reader.readinto, buffers)) < size:
             raise ConnectionResetError("the server has closed the connection")
         self._reader.read(2)  # the end of its line
         return True

@@ -10,9 +10,9 @@ from typing import Any
 from torch_kvswap.encoding.slot import Encoding
 from torch_kvswap.host_pool.shape import PoolShape
 
-# Of this description, of pages, and of what lies beside them in a store. Another number makes all
+# Of this description, of pages, and of what is stored with them. Another number makes all
 # pages that were stored before unfindable, instead of misread.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _LONGEST = 200  # characters of a value in an error
 
 

@@ -47,9 +47,8 @@ class BelowStats:
 
     Attributes:
         promoted (int): read into host memory.
-        damaged (int): refused and deleted, because the checksum or the metadata was wrong, an
-            object was missing or had another size, or a load found a damaged block in a page that
-            had been read.
+        damaged (int): refused and deleted, because the checksum or the trailer was wrong, or a load
+            found a damaged block in a page that had been read.
         written (int): written, or found to be there already.
         failed (int): part of a call of the store that failed or timed out. Writes are tried again
             while the pages are in memory.
@@ -364,7 +363,7 @@ class Tier:
         keys = list(map(split_keys, ask.missed))
         names = list[str]()
         for form, of_group in zip(self._formats, keys, strict=True):
-            names += form.trailer_names(of_group, self._suffix(ask.resets))
+            names += form.names(of_group, self._suffix(ask.resets))
         rest = iter(self._call(self._reads, ask, self._store.exists, names))
         there = [bytes(islice(rest, len(of_group))) for of_group in keys]
         return self._manager._longest_prefix(ask.units, there)
@@ -433,31 +432,23 @@ class Tier:
         keys, form = batch.keys, self._formats[batch.group]
         views = self._views(batch.group, batch.pages)
         trailers = _zeros(form.trailer_bytes, len(keys))
-        suffix = self._suffix(ask.resets)
-        names = [*form.page_names(keys, suffix), *form.trailer_names(keys, suffix)]
-        came = self._call(self._reads, ask, self._store.get, names, [*views, *trailers])
+        names = form.names(keys, self._suffix(ask.resets))
+        came = self._call(self._reads, ask, self._store.get, names, views, trailers)
         self._reads.end_pause()
         rejected = []
         for place, (key, view, trailer) in enumerate(zip(keys, views, trailers, strict=True)):
-            of_page = came[place], came[len(keys) + place]
-            problem = None
-            if all(of_page):
+            if came[place]:
                 problem = form.problem(trailer, key, view)
                 if problem is None:
                     form.enter_checksums(trailer, batch.pages[place])
                     continue
-            elif any(of_page):
-                problem = "one of its two objects is missing, or has another size"
-            rejected.append(place)
-            # As long as there is a trailer, of whatever size, nobody would write the page anew.
-            wrong.append(key)
-            if problem is not None:
                 self._report(key, problem)
+            rejected.append(place)
+            wrong.append(key)  # as long as the store says that it exists, nobody writes it anew
         return rejected
 
     def _delete(self, resets: int, group: int, keys: list[bytes]) -> None:
-        form, suffix = self._formats[group], self._suffix(resets)
-        names = [*form.trailer_names(keys, suffix), *form.page_names(keys, suffix)]
+        names = self._formats[group].names(keys, self._suffix(resets))
         try:
             self._reads.call(None, self._store.delete, names)
         except StorePausedError:
@@ -537,12 +528,12 @@ class Tier:
             return due
 
     def _write(self, group: int, held: Reservation, joined: bytes, resets: int) -> None:
-        """Writes pages that the store does not have, and then their trailers."""
-        form, pages, suffix = self._formats[group], held.pages[group], self._suffix(resets)
+        """Writes pages that the store does not have."""
+        form, pages = self._formats[group], held.pages[group]
         is_below = [False] * len(pages)
         try:
             keys = split_keys(joined)
-            names = form.trailer_names(keys, suffix)
+            names = form.names(keys, self._suffix(resets))
             is_below = self._call(self._writes, None, self._store.exists, names)
             left = [place for place, is_there in enumerate(is_below) if not is_there]
             if left:
@@ -550,10 +541,8 @@ class Tier:
                 trailers = _zeros(form.trailer_bytes, len(left))
                 for place, view, trailer in zip(left, views, trailers, strict=True):
                     form.write_trailer(trailer, keys[place], int(pages[place]), view)
-                page_names = form.page_names([keys[place] for place in left], suffix)
-                self._writes.call(None, self._store.put, page_names, views)
                 names = [names[place] for place in left]
-                self._writes.call(None, self._store.put, names, trailers)
+                self._writes.call(None, self._store.put, names, views, trailers)
                 is_below = [True] * len(pages)
             self._writes.end_pause()
         except Exception as error:  # whatever somebody else's store raises

@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 from logged import logged
 from processes import in_child
-from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages
+from store_calls import (
+    PAGE,
+    TRAILER,
+    check_put_get_and_delete,
+    get_pages,
+    pages,
+    put_pages,
+    trailers,
+)
 
 from torch_kvswap.below import FileStore
 from torch_kvswap.below import files as module
@@ -32,13 +40,22 @@ def path_of(store: FileStore) -> Path:
 
 def test_what_was_put_stays_until_deleted(store: FileStore) -> None:
     check_put_get_and_delete(store)
-    assert {file.name for file in path_of(store).iterdir() if file.is_file()} == {"b", "key"}
+    assert {file.name for file in path_of(store).iterdir() if file.is_file()} == {"b"}
 
 
-@pytest.mark.parametrize("size", [0, 4096, PAGE - 1, PAGE + 1])
-def test_a_file_of_another_size_is_not_there(store: FileStore, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 4096, PAGE - 1, PAGE + 1])
+def test_a_short_file_is_read_to_its_end(store: FileStore, size: int) -> None:
+    """So that its page is refused, told and deleted."""
     (path_of(store) / "key").write_bytes(b"x" * size)
-    assert get_pages(store, ["key"]) == [False]
+    into, ends = pages(b"."), trailers(b".")
+    assert store.get(["key"], into, ends) == [True]
+    assert (bytes(into[0]) + bytes(ends[0]))[:size] == b"x" * size
+
+
+def test_a_put_replaces_what_is_there(store: FileStore) -> None:
+    store.put(["a"], pages(b"x"), trailers(b"x"))
+    put_pages(store, ["a"])
+    assert get_pages(store, ["a"]) == [True]
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
@@ -52,7 +69,7 @@ def test_a_read_that_fails_is_not_an_absence(
 
     monkeypatch.setattr(module.os, call, failing)
     with pytest.raises(OSError, match="Too many open files"):
-        store.get(["a"], pages(b"."))
+        get_pages(store, ["a"])
 
 
 def test_a_full_disk_keeps_what_was_there(
@@ -68,7 +85,7 @@ def test_a_full_disk_keeps_what_was_there(
 
     monkeypatch.setattr(module.os, "pwritev", full)
     with pytest.raises(OSError, match="No space left on device"):
-        store.put(["a", "new"], pages(b"b", b"c"))
+        store.put(["a", "new"], pages(b"b", b"c"), trailers(b"b", b"c"))
     assert not list((path_of(store) / ".unfinished").iterdir())
     assert get_pages(store, ["a", "new"]) == [True, False]
 
@@ -77,6 +94,7 @@ def test_an_empty_file_is_none(store: FileStore) -> None:
     """A loss of power leaves such files, as a whole page of them, which nobody would write anew."""
     (path_of(store) / "key").touch()
     assert store.exists(["key"]) == [False]
+    assert get_pages(store, ["key"]) == [False]
 
 
 def test_a_folder_that_is_gone_is_not_made_again(store: FileStore) -> None:
@@ -104,10 +122,10 @@ def test_a_write_in_several_steps_is_whole(
         )
     (page,) = pages(b"x")
     page[4096:] = b"y" * 4096
-    store.put(["key"], [page])
-    (into,) = pages(b".")
-    assert store.get(["key"], [into]) == [True]
-    assert into == page
+    store.put(["key"], [page], trailers(b"t"))
+    into, ends = pages(b"."), trailers(b".")
+    assert store.get(["key"], into, ends) == [True]
+    assert (into, ends) == ([page], trailers(b"t"))
 
 
 def test_a_read_only_folder_is_read(tmp_path: Path) -> None:
@@ -163,8 +181,8 @@ def test_unaligned_memory_goes_through_the_page_cache(
         store = FileStore(str(tmp_path))
         written, read = (memoryview(mmap.mmap(-1, 12_000))[begin:][:nbytes] for _ in range(2))
         written[:] = os.urandom(nbytes)
-        store.put(["a"], [written])
-        assert store.get(["a"], [read]) == [True]
+        store.put(["a"], [written], trailers(b"t"))
+        assert store.get(["a"], [read], trailers(b".")) == [True]
     assert read == written
     assert not any(seen)
     assert len(messages) == 1
@@ -178,7 +196,7 @@ def process_that_writes(folder: Path) -> Iterator[int]:
     child = os.fork()
     if child == 0:
         module.os.pwritev = lambda *_: os.write(written, b"!") and signal.pause()
-        FileStore(str(folder)).put(["key"], [memoryview(mmap.mmap(-1, 4096))])
+        put_pages(FileStore(str(folder)), ["k"])
     os.close(written)
     try:
         assert os.read(writing, 1) == b"!"
@@ -199,7 +217,7 @@ def test_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
         assert len(list(unfinished.iterdir())) == 1
     FileStore(str(tmp_path))
     assert not list((tmp_path / ".unfinished").iterdir())
-    assert not (tmp_path / "key").exists()
+    assert not (tmp_path / "k").exists()
 
 
 def test_files_that_cannot_be_removed_stop_no_others(
@@ -252,15 +270,15 @@ def test_a_link_as_unfinished_is_not_followed(tmp_path: Path) -> None:
 
 def test_only_regular_files_of_this_user_are_read(store: FileStore) -> None:
     folder = path_of(store)
-    (folder / "file").write_bytes(b"x" * PAGE)
+    (folder / "file").write_bytes(b"x" * (PAGE + TRAILER))
     (folder / "link").symlink_to(folder / "file")
     os.mkfifo(folder / "pipe")
     keys = ["file", "link", "pipe"]
     assert store.exists(keys) == [True, False, False]
-    assert store.get(keys[:1], pages(b".")) == [True]
+    assert store.get(keys[:1], pages(b"."), trailers(b".")) == [True]
     for key in keys[1:]:
         with pytest.raises(OSError, match=r"symbolic links|is not a regular file of this user"):
-            store.get([key], pages(b"."))
+            get_pages(store, [key])
 
 
 def test_a_folder_of_another_user_is_refused(

@@ -11,7 +11,7 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from mooncake_cluster import MooncakeCluster, cluster, kill
 from patience import in_time
-from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages
+from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages, trailers
 
 from torch_kvswap.below import MooncakeStore
 
@@ -32,28 +32,27 @@ def test_what_was_put_stays_until_deleted(store: MooncakeStore) -> None:
     check_put_get_and_delete(store)
 
 
-@pytest.mark.parametrize("size", [1, PAGE - 1])
-def test_a_page_of_another_size_is_not_there(store: MooncakeStore, size: int) -> None:
-    put_pages(store, ["g"])
-    store.put(["key"], pages(b"k", nbytes=size))
-    assert store.get(["key", "g"], pages(b".", b".")) == [False, True]
+@pytest.mark.parametrize(("size", "code"), [(1, -800), (PAGE - 1, -800), (PAGE + 1, -600)])
+def test_a_page_of_another_size_is_an_error(store: MooncakeStore, size: int, code: int) -> None:
+    store.put(["key"], pages(b"k", nbytes=size), trailers(b"t"))
+    with pytest.raises(OSError, match=f"key: Mooncake's error {code}"):
+        get_pages(store, ["key"])
 
 
-def test_a_too_long_page_is_an_error(store: MooncakeStore) -> None:
-    store.put(["key"], pages(b"k", nbytes=PAGE + 1))
-    with pytest.raises(OSError, match="key: Mooncake's error -600"):
-        store.get(["key"], pages(b"."))
+def test_a_page_that_exists_stays(store: MooncakeStore) -> None:
+    put_pages(store, ["a"])
+    store.put(["a"], pages(b"b"), trailers(b"B"))
+    assert get_pages(store, ["a"]) == [True]
 
 
 def test_memory_is_registered_once(store: MooncakeStore) -> None:
-    pool = pages(*[b"p"] * 8)
-    for page in pool:
-        store.put(["key"], [page])
-        assert len(store._registered) == 1
-    del pool, page
-    other = pages(b".")
-    assert store.get(["key"], other) == [True]
-    assert len(store._registered) == 1
+    pool, ends = pages(*[b"p"] * 8), trailers(*[b"t"] * 8)
+    for page, trailer in zip(pool, ends, strict=True):
+        store.put(["key"], [page], [trailer])
+        assert len(store._registered) == 2
+    del pool, page, ends, trailer
+    assert store.get(["key"], pages(b"."), trailers(b".")) == [True]
+    assert len(store._registered) == 2
 
 
 def test_pages_of_a_killed_owner_become_unreadable(
@@ -89,7 +88,7 @@ def test_a_restarted_master_is_empty_and_usable(
 
 def test_a_store_without_room_refuses_a_page(store: MooncakeStore) -> None:
     with pytest.raises(OSError, match="large: Mooncake's error -200"):
-        store.put(["large"], pages(b"x", nbytes=512 << 20))
+        store.put(["large"], pages(b"x", nbytes=512 << 20), trailers(b"t"))
     put_pages(store, ["b"])
     assert get_pages(store, ["b"]) == [True]
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
-from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages
+from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages, trailers
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap.below import ValkeyStore, valkey
@@ -33,8 +33,8 @@ def test_what_was_put_stays_until_deleted(store: ValkeyStore) -> None:
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1])
 def test_a_value_of_another_size_is_not_there(store: ValkeyStore, size: int) -> None:
     put_pages(store, ["g"])
-    store.put(["key"], pages(b"k", nbytes=size) if size else [memoryview(b"")])
-    assert store.get(["key", "g", "g"], pages(*[b"."] * 3)) == [False, True, True], "it is in step"
+    store.put(["key"], pages(b"k", nbytes=size) if size else [memoryview(b"")], trailers(b"t"))
+    assert get_pages(store, ["key", "g", "g"]) == [False, True, True], "it is in step"
 
 
 CALLS: list[Callable[[ValkeyStore], object]] = [
@@ -97,7 +97,7 @@ def test_a_foreign_server_is_refused_at_once(answer: bytes) -> None:
         serving.start()
         store = ValkeyStore(f"valkey://127.0.0.1:{listener.getsockname()[1]}")
         with pytest.raises(ConnectionAbortedError, match="not a Valkey server: it answers"):
-            store.get(["a"], pages(b"."))
+            get_pages(store, ["a"])
         serving.join()
 
 
@@ -107,7 +107,7 @@ def test_a_full_server_keeps_what_it_has() -> None:
     put_pages(store, ["a"])
     large = [f"large {place}" for place in range(16)]
     with pytest.raises(OSError, match="OOM"):
-        store.put(large, pages(*[b"x"] * 16, nbytes=1 << 20))
+        store.put(large, pages(*[b"x"] * 16, nbytes=1 << 20), trailers(*[b"t"] * 16))
     assert get_pages(store, ["a", "a"]) == [True, True]
     store.close()
     running.kill()

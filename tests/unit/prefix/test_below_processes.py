@@ -57,7 +57,7 @@ sys.stdin.read()
 """
     Process(["-c", program, str(tmp_path), str(at)], "stopped").kill()
     with Engine(f"file:{tmp_path}") as engine:
-        there = (at - 1) // 2  # a page is two files
+        there = at - 1
         assert engine.load(PROMPT) == there
         engine.compute(PROMPT)
         engine.until(lambda: engine.stats.written == 8 - there)

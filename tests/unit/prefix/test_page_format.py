@@ -133,7 +133,7 @@ def test_a_folder_describes_its_pages(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     assert json.loads(file.read_text()) == form.description
     assert '  "uint8 [blocks, 5000]"' in file.read_text().splitlines()
-    assert {page.name.split("@")[0] for page in tmp_path.glob("*@0@0@*")} == {form.namespace.hex()}
+    assert {page.name.split("@")[0] for page in tmp_path.glob("*@0@*")} == {form.namespace.hex()}
 
 
 def test_an_engine_says_why_a_folder_has_nothing(tmp_path: Path) -> None:
