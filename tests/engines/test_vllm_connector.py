@@ -287,16 +287,6 @@ def test_a_lost_device_ends_the_engine(engine):
         engine.serve({"first": prompt(1, 100)})
 
 
-def end_copies_with_their_step(engine: Serving) -> None:
-    worker, get_finished = engine.worker, engine.worker.get_finished
-
-    def get_all_finished() -> Any:
-        worker.wait(set(worker._open))
-        return get_finished()
-
-    worker.get_finished = get_all_finished
-
-
 @pytest.mark.parametrize("tier_hangs", [False, True])
 def test_a_larger_request_blocks_no_failed_one(tmp_path, tier_hangs):
     """vLLM still reserves its blocks. What it would find in a tier is not waited for."""
@@ -307,7 +297,8 @@ def test_a_larger_request_blocks_no_failed_one(tmp_path, tier_hangs):
         for name, tokens in old.items():
             engine.serve({name: tokens})
         engine.forget_gpu()
-        end_copies_with_their_step(engine)
+        worker, get_finished = engine.worker, engine.worker.get_finished
+        worker.get_finished = lambda: worker.wait(set(worker._open)) or get_finished()
         faults = Faults(engine, lambda direction, blocks: direction == "load" and blocks == 7)
         part = engine.scheduler.connector.connector_scheduler
         lookup = part._lookup

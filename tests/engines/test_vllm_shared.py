@@ -126,19 +126,12 @@ def test_tokens_are_right_while_engines_evict_each_other(folder, path, ranks, pa
         assert in_time(lambda: nothing_is_held(server))
 
 
-@contextlib.contextmanager
-def two_of_two(folder: Path) -> Iterator[tuple[Any, Serving, Serving]]:
-    """A server, and two engines of two ranks each."""
+def test_a_rank_without_connection_stores_its_part(folder, path):
     with (
-        page_server(f"{folder}/pages", 128) as server,
+        page_server(path, 128) as server,
         engine(folder, "a", **TWO) as a,
         engine(folder, "b", **TWO) as b,
     ):
-        yield server, a, b
-
-
-def test_a_rank_without_connection_stores_its_part(folder):
-    with two_of_two(folder) as (server, a, b):
         sessions = server._sessions.values()
         (one,) = [of for of in sessions if (of.engine, of.worker, of.workers) == ("a", 1, 0)]
         one.connection.shutdown(socket.SHUT_RDWR)

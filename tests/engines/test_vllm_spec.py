@@ -33,21 +33,16 @@ def test_bytes_of_all_workers_give_pages(world, chunk, nbytes, pages):
         assert (spec.num_pages, spec.replicated_layout) == (pages, replicated)
 
 
-def config_of_stage(stage: int, layers: int, nbytes: int) -> Any:
-    """Of a pipeline of two stages. A chunk has two blocks of 64 bytes in each layer."""
-    sizes = {"pp_size": 2, "tp_size": 1}
-    return config(2, 2, layers * 64, stage, sizes=sizes, cpu_bytes_to_use=nbytes)
-
-
 @pytest.mark.parametrize(
     ("layers", "nbytes", "pages"), [((2, 3), 1536, 3), ((2, 1), 1536, 3), ((2, 3), 767, 1)]
 )
 def test_pipeline_stages_have_the_schedulers_pages(monkeypatch, layers, nbytes, pages):
-    """vLLM gives the scheduler the configuration of the first worker."""
+    """vLLM gives the scheduler the configuration of the first worker. A chunk has two blocks of 64
+    bytes in each layer."""
 
     def begin(rank: int) -> int:
-        spec = KVSwapOffloadingSpec(config_of_stage(rank, layers[rank], nbytes))
-        row = layers[rank] * 64
+        row, sizes = layers[rank] * 64, {"pp_size": 2, "tp_size": 1}
+        spec = KVSwapOffloadingSpec(config(2, 2, row, rank, sizes=sizes, cpu_bytes_to_use=nbytes))
         worker = spec.get_worker(caches([[(0, row)]], [row], "cpu"))
         worker.shutdown()
         return int(worker._pool.num_pages)
