@@ -11,7 +11,7 @@ from patience import in_time
 from served_engine import PAGE_BYTES, Process, ServedEngine, engine_process, serving
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.prefix import server as page_server
+from torch_kvswap.prefix import peers
 
 pytestmark = pytest.mark.gpu
 
@@ -57,9 +57,7 @@ def test_a_killed_engines_copies_end_before_its_pages(
 ) -> None:
     """Without the quarantine. As a control the server trusts the pidfd of a process that has forked."""
     if how == "control":
-        monkeypatch.setattr(
-            page_server.PageServer, "_await_forks", page_server.PageServer._end_session
-        )
+        monkeypatch.setattr(peers.Peer, "_await_forks", lambda peer: peer.ended())
     tensor = torch.zeros(PAGES, BLOCK, dtype=torch.uint8, device="cuda")
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/pages"

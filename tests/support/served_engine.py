@@ -13,12 +13,12 @@ from patience import PATIENCE, in_time
 from processes import Process
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.prefix import BlockStats, RemoteManager, session
+from torch_kvswap.prefix import BlockStats, RemoteManager, peers, session
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.server import PageServer
 
 # No test depends on speed; those of a server that hangs set their own.
-session.JOINING = page_server.JOINING = PATIENCE
+session.JOINING = peers.JOINING = PATIENCE
 session.FIRST_PAUSE = session.LONGEST_PAUSE = 0.01
 page_server.QUARANTINE = 0.0
 PAGE_BYTES = HostPool.page_bytes_of(PagedLayout([torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)]))

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import heapq
 import itertools
 import json
 import os
 import secrets
-import selectors
-import socket
-import time
-import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -23,10 +16,7 @@ from typing import Any
 import numpy as np
 
 from torch_kvswap._C import Reservation
-from torch_kvswap._native import rendezvous
 from torch_kvswap._native.arguments import bytes_text, read_int
-from torch_kvswap._native.descriptors import Descriptors
-from torch_kvswap._native.log import log
 from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.format import PageFormat, load_checksum
 from torch_kvswap.below.read_store import read_store, without_store
@@ -38,10 +28,9 @@ from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
+from torch_kvswap.prefix.peers import EventLoop, Listener, Peer
 from torch_kvswap.prefix.protocol import (
-    JOINING,
     MAGIC,
-    READ_BYTES,
     VERSION,
     Ask,
     KeyState,
@@ -49,7 +38,6 @@ from torch_kvswap.prefix.protocol import (
     Outcome,
     ProtocolError,
     Status,
-    next_message,
     pack,
     unpack_keys,
 )
@@ -58,12 +46,9 @@ from torch_kvswap.prefix.tier import Tier
 DEADLINE = 1.0  # seconds that an engine waits for an answer, unless a server has others
 QUARANTINE = 5.0  # seconds before pages that a dead engine was writing are reused
 _LEAST_DEADLINE, _MOST_DEADLINE = 0.001, 3600.0
-_LOCK_SECONDS = 0.1  # between checks whether a dead engine's forked children have ended
-_PAUSE_SECONDS = 1.0  # without new connections, after the file descriptors have run out
 _TIER_SECONDS = 1.0  # between checks for calls of the tier that have timed out
 _MAX_LENT_SHARE = 1 / 4  # of the pages that may be lent, divided among the borrowers
 _NOTHING, _NO_PAGES = Lookup(0, 0, 0), np.empty(0, np.int64)
-_NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 
 
 class Stage(IntEnum):
@@ -78,28 +63,46 @@ class Stage(IntEnum):
     OVER = 4  # a scheduler that has ended; its pages are its workers'
 
 
-@dataclass(eq=False)
-class _Session:
+class _Session(Peer):
     """An engine, or its scheduler or one of its workers if these are processes of their own. It
     outlives its connection while it has pages and its process lives, those of its workers, and
     those that were forked from them.
+
+    Attributes:
+        number (int): names it when it connects again.
+        engine (str): its name, if scheduler and workers are sessions of their own.
+        worker (int): its number among the workers.
+        workers (int): of a scheduler: how many its engine has.
+        held (dict[int, Reservation]): by the engine's numbers.
+        lent (set[int]): pages that it has borrowed.
     """
 
-    number: int  # names it when it connects again
-    connection: socket.socket | None  # None when it is lost
-    process: int  # a file descriptor, readable when the process has ended
-    pid: int
-    lock: Descriptors | None = None  # see process_lock.is_free(); a scheduler has none
-    is_dead: bool = False  # its process has ended
-    received: bytearray = field(default_factory=bytearray)  # of a message that is not complete
-    unsent: bytes = b""  # what it has not taken; until then nothing is received from it
-    engine: str = ""  # its name, if scheduler and workers are sessions of their own
-    worker: int = 0  # its number among the workers
-    workers: int = 0  # of a scheduler: how many its engine has
-    stage: Stage = Stage.CAME
-    deadline: float = 0.0  # by which it must have said HELLO or MEET
-    held: dict[int, Reservation] = field(default_factory=dict)  # by the engine's numbers
-    lent: set[int] = field(default_factory=set)  # pages that it has borrowed
+    def __init__(self, server: PageServer, number: int, *of: Any) -> None:
+        super().__init__(server._loop, *of)
+        self._server, self.number = server, number
+        self.engine, self.worker, self.workers = "", 0, 0
+        self.stage = Stage.CAME
+        self.held: dict[int, Reservation] = {}
+        self.lent: set[int] = set()
+
+    def take(self, kind: int, numbers: array[int], data: bytes) -> None:
+        self._server._handle(self, kind, numbers, data)
+
+    def lost(self) -> None:
+        """What the engine has reserved stays its own while its process lives."""
+        if self.stage == Stage.WAITS:
+            self.stage = Stage.CAME
+        if not self.has_pages and not (self.is_member and self.is_worker):
+            self._server._end_session(self)
+
+    def ended(self) -> None:
+        self._server._end_session(self)
+
+    def answer(self, numbers: Iterable[int] = ()) -> None:
+        self.send(pack(Status.DONE, numbers))
+
+    def refuse(self, error: ValueError) -> None:
+        self.send(pack(Status.REFUSED, data=str(error).encode()))
 
     @property
     def is_scheduler(self) -> bool:
@@ -243,10 +246,7 @@ class PageServer:
         self._numbers = itertools.count(1)
         self._sessions: dict[int, _Session] = {}
         self._made: _Pages | None = None
-        self._is_over, self._some_ended = False, False
-        self._clock = time.monotonic
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap, see _later()
-        self._timer_numbers = itertools.count()
+        self._some_ended = False
         self._handlers: dict[int, Callable[[_Session, array[int], bytes], None]] = {
             op: getattr(self, f"_on_{op.name.lower()}") for op in Op
         }
@@ -259,187 +259,48 @@ class PageServer:
                 load_checksum()  # raises here, not when an engine comes
                 self._store = open_store()
                 undo.callback(self._store.close)
-            self._listener, self._lock_file = rendezvous.listen(path)
-            undo.callback(os.close, self._lock_file)
-            undo.callback(self._listener.close)
-            self._spare: int | None = os.dup(self._lock_file)  # see _refuse_next()
+            self._loop = EventLoop()
+            self._listener = Listener(path, self._loop, self._admit)
             undo.pop_all()
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake_fd)  # stop() may come after run() has ended
-        self._is_full = False  # whether it was said that there are no descriptors
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
 
     def run(self) -> None:
         """Serves until stop() is called, then closes everything. Engines go on without pages."""
         try:
-            while not self._is_over:
-                tier = None if self._made is None else self._made.tier
-                seconds = [] if tier is None else [_TIER_SECONDS]
-                if self._timers:
-                    seconds.append(max(self._timers[0][0] - self._clock(), 0.0))
-                for key, events in self._selector.select(min(seconds, default=None)):
-                    self._do(key.data, key.fileobj, events)
-                while self._timers and self._timers[0][0] <= self._clock():
-                    self._do(heapq.heappop(self._timers)[2])
-                if tier is not None:
-                    self._do(self._poll, tier)
+            self._loop.run(self._poll)
         finally:
             self._close()
 
-    def _do(self, call: Callable[..., None], *arguments: object) -> None:
-        """Whatever one engine causes, the others are served."""
-        try:
-            call(*arguments)
-        except Exception:
-            log.exception("an error in the server, which goes on")
-
-    def _poll(self, tier: Tier) -> None:
-        tier.poll(some_ended=self._some_ended)
-        self._some_ended = False
-
     def stop(self) -> None:
         """Ends run(). Any thread may call, and a signal handler."""
-        self._is_over = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._loop.stop()
+
+    def _poll(self) -> None:
+        if self._made is not None and self._made.tier is not None:
+            self._made.tier.poll(some_ended=self._some_ended)
+            self._some_ended = False
+
+    def _wake_for_tier(self) -> None:
+        """Lets _poll() find calls of the tier that have timed out."""
+        self._loop.later(_TIER_SECONDS, self._wake_for_tier)
 
     def _close(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
         for session in list(self._sessions.values()):
             self._end_session(session)
         if self._made is not None and self._made.tier is not None:
             self._made.tier.close()
         elif self._store is not None:
             self._store.close()
-        self._selector.close()
+        self._loop.close()
         self._listener.close()
-        if self._spare is not None:
-            os.close(self._spare)
-        os.close(self._lock_file)
 
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls it in run(), after so many seconds."""
-        heapq.heappush(self._timers, (self._clock() + seconds, next(self._timer_numbers), call))
+    # Sessions.
 
-    # Connections.
-
-    def _woken(self, *_: object) -> None:
-        os.eventfd_read(self._wake_fd)
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
-
-    def _accept(self, *_: object) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:
-                self._refuse_next()
-            return  # else it has gone already
-        connection.setblocking(False)
-        try:
-            pid, process = rendezvous.peer_of(connection)
-        except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:
-                return self._refuse_full(connection)
-            log.warning("a process is not served: %s", error)
-            return _refuse(connection, str(error))
-        self._is_full = False
-        session = _Session(next(self._numbers), connection, process, pid)
-        try:
-            self._selector.register(
-                process, selectors.EVENT_READ, lambda *_: self._process_ended(session)
-            )
-            self._selector.register(
-                connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
-            )
-        except OSError as error:
-            self._unwatch(session)
-            os.close(process)
-            text = f"the kernel watches no more engines: {error}; see fs.epoll.max_user_watches"
-            log.warning("process %d is not served: %s", pid, text)
-            return _refuse(connection, text)
+    def _admit(self, *of: Any) -> None:
+        session = _Session(self, next(self._numbers), *of)
         self._sessions[session.number] = session
         greeting = VERSION, self._generation, int(self._deadline * 1e6)
-        self._send(session, pack(Status.DONE, greeting, MAGIC))
-        self._expect_hello(session)
-
-    def _refuse_next(self) -> None:
-        """Tells an engine that there are no file descriptors, with the one that is kept for this.
-
-        Otherwise the listener would stay readable, and select() would return at once, for ever.
-        """
-        self._selector.unregister(self._listener)
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
-            with contextlib.suppress(OSError):
-                self._refuse_full(self._listener.accept()[0])
-        self._listen_again()
-
-    def _refuse_full(self, connection: socket.socket) -> None:
-        text = "this server has no file descriptors left; raise its limit (ulimit -n)"
-        if not self._is_full:
-            self._is_full = True
-            log.warning("an engine cannot connect: %s", text)
-        _refuse(connection, text)
-
-    def _listen_again(self) -> None:
-        """Waits for connections, once a descriptor is reserved."""
-        try:
-            if self._spare is None:
-                self._spare = os.dup(self._lock_file)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        except OSError:
-            self._later(_PAUSE_SECONDS, self._listen_again)
-
-    def _expect_hello(self, session: _Session) -> None:
-        """Disconnects a session that does not say HELLO or MEET in time."""
-        session.deadline = self._clock() + JOINING
-        self._later(JOINING, lambda: self._end_silent(session))
-
-    def _end_silent(self, session: _Session) -> None:
-        is_silent = session.stage == Stage.CAME and session.deadline <= self._clock()
-        if is_silent and session.connection is not None:
-            log.warning("process %d has sent nothing for %g s", session.pid, JOINING)
-            self._disconnect(session)
-
-    def _serve(self, session: _Session, events: int) -> None:
-        """Receives, or sends the rest of an answer."""
-        connection = session.connection
-        if connection is None:  # lost since select() has returned
-            return
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._send(session)
-            else:
-                try:
-                    data = self._receive(session, connection)
-                except BlockingIOError:  # nothing has come
-                    return
-                if not data:
-                    return self._disconnect(session)
-                session.received += data
-            while not session.unsent and (message := next_message(session.received)) is not None:
-                self._handle(session, *message)
-        except Exception as error:  # it ends this connection only
-            if session.connection is not None:
-                text = str(error) or type(error).__name__
-                log.warning("the connection of process %d is closed: %s", session.pid, text)
-                self._disconnect(session)
-
-    def _receive(self, session: _Session, connection: socket.socket) -> bytes:
-        if session.is_member:
-            return connection.recv(READ_BYTES)
-        data, came = rendezvous.receive(connection, READ_BYTES)
-        if came.fds:
-            is_free(came.fd)  # raises OSError if it can be no lock
-            if session.lock is not None:
-                session.lock.close()
-            session.lock = came
-        return data
+        session.send(pack(Status.DONE, greeting, MAGIC))
+        session.expect()
 
     def _handle(self, session: _Session, op: int, numbers: array[int], data: bytes) -> None:
         # A member has said HELLO or MEET, once. LEAVE may come first: for a session that is lost.
@@ -450,68 +311,8 @@ class PageServer:
             self._handlers[op](session, numbers, data)
         except ValueError as error:
             if not session.is_member:
-                self._refuse(session, error)
+                session.refuse(error)
             raise
-
-    def _refuse(self, session: _Session, error: ValueError) -> None:
-        self._send(session, pack(Status.REFUSED, data=str(error).encode()))
-
-    def _answer(self, session: _Session, numbers: Iterable[int] = ()) -> None:
-        self._send(session, pack(Status.DONE, numbers))
-
-    def _send(self, session: _Session, data: bytes = b"") -> None:
-        """Sends it, or keeps what the engine does not take, and then receives nothing from it."""
-        assert session.connection is not None
-        had_some, data, sent = bool(session.unsent), session.unsent + data, 0
-        try:
-            sent = session.connection.send(data)
-        except BlockingIOError:
-            pass
-        except OSError:  # it has gone, and the next recv() says so: perhaps it has said LEAVE
-            sent = len(data)
-        session.unsent = data[sent:]
-        if had_some != bool(session.unsent):
-            events = selectors.EVENT_WRITE if session.unsent else selectors.EVENT_READ
-            key = self._selector.get_key(session.connection)
-            self._selector.modify(session.connection, events, key.data)
-
-    def _disconnect(self, session: _Session) -> None:
-        """What the engine has reserved stays its own while its process lives."""
-        if session.connection is not None:
-            self._selector.unregister(session.connection)
-            session.connection.close()
-            session.connection = None
-            session.received.clear()
-            if session.stage == Stage.WAITS:
-                session.stage = Stage.CAME
-        if not session.has_pages and not (session.is_member and session.is_worker):
-            self._end_session(session)
-
-    def _process_ended(self, session: _Session) -> None:
-        if session.number not in self._sessions:  # dropped since select() has returned
-            return  # its descriptor may have become another engine's
-        session.is_dead = True
-        self._unwatch(session)
-        self._await_forks(session)
-
-    def _unwatch(self, session: _Session) -> None:
-        if session.process in self._selector.get_map():
-            self._selector.unregister(session.process)
-
-    def _await_forks(self, session: _Session) -> None:
-        """Ends the session of a process that has ended when what was forked from it has, too: until
-        then its copies may run.
-        """
-        if session.number not in self._sessions:
-            return
-        are_gone = session.lock is None
-        if session.lock is not None:
-            with contextlib.suppress(OSError):  # the kernel has no memory to say so: later
-                are_gone = is_free(session.lock.fd)
-        if are_gone:
-            self._end_session(session)
-        else:
-            self._later(_LOCK_SECONDS, lambda: self._await_forks(session))
 
     def _end_session(self, session: _Session) -> None:
         """No copy of the engine uses a page any more: its process has ended, or it says so.
@@ -523,11 +324,8 @@ class PageServer:
         others = self._of_engine(session)
         is_in_use = session.is_scheduler and session.has_pages
         if is_in_use and any(other.is_member for other in others):
-            if not session.is_over:
-                session.stage = Stage.OVER
-                self._unwatch(session)
-                self._disconnect(session)
-            return
+            session.stage = Stage.OVER
+            return session.disconnect()
         self._drop(session)
         for other in others:
             if other.is_over:
@@ -547,14 +345,10 @@ class PageServer:
         its copies have ended may have been writing is freed later.
         """
         del self._sessions[session.number]
-        self._unwatch(session)
-        os.close(session.process)
-        if session.lock is not None:
-            session.lock.close()
+        session.drop()
         held, lent = list(session.held.values()), list(session.lent)
         session.held.clear()
         session.lent.clear()
-        self._disconnect(session)
 
         def free() -> None:
             for one in held:
@@ -565,7 +359,7 @@ class PageServer:
 
         writes = bool(lent) or any(one.fills for one in held)
         if writes and (session.is_dead or session.is_over):
-            self._later(QUARANTINE, free)
+            self._loop.later(QUARANTINE, free)
         else:
             free()
 
@@ -600,10 +394,12 @@ class PageServer:
         if self._made is None:
             try:
                 self._made = _Pages(
-                    cache, self._memory, self._store, self._below_policy, self._wake
+                    cache, self._memory, self._store, self._below_policy, self._loop.wake
                 )
             except (OSError, ImportError, RuntimeError) as error:
                 raise ValueError(str(error)) from error
+            if self._made.tier is not None:
+                self._wake_for_tier()
         different = difference(cache, self._pages.cache, ("here", f"at {self._path}"))
         if different is not None:
             raise ValueError(
@@ -611,7 +407,8 @@ class PageServer:
             )
         assert session.connection is not None
         session.stage = Stage.MEMBER
-        self._answer(session, [session.number, self._index, self._pages.pools[0].num_pages])
+        session.recognize()
+        session.answer([session.number, self._index, self._pages.pools[0].num_pages])
         for pool in self._pages.pools:
             with contextlib.closing(pool.share()) as handle:
                 try:
@@ -647,6 +444,7 @@ class PageServer:
     def _on_meet(self, session: _Session, _: array[int], data: bytes) -> None:
         self._enter(session, json.loads(data))
         session.stage = Stage.WAITS
+        session.recognize()
         self._introduce(session)
 
     def _on_ready(self, session: _Session, *_: object) -> None:
@@ -663,9 +461,9 @@ class PageServer:
             if one.stage == Stage.WAITS and (ready == one.workers if one.is_scheduler else others):
                 pages = 0 if self._made is None else self._made.pools[0].num_pages
                 one.stage = Stage.MEMBER if one.is_scheduler else Stage.CAME
-                self._answer(one, [one.number, self._index, pages])
+                one.answer([one.number, self._index, pages])
                 if not one.is_member:
-                    self._expect_hello(one)
+                    one.expect()
 
     def _on_ask(self, session: _Session, numbers: array[int], data: bytes) -> None:
         how, number, *counts = numbers.tolist()
@@ -678,7 +476,7 @@ class PageServer:
                 answer.extend(self._look(of_groups, how == Ask.AGAIN))
             else:
                 answer += self._hold(session, number + at // groups, Ask(how), of_groups)
-        self._answer(session, answer)
+        session.answer(answer)
 
     def _look(self, of_groups: list[bytes], again: bool) -> Lookup:
         found, tier = self._manager._lookup(of_groups, again=again), self._pages.tier
@@ -716,7 +514,7 @@ class PageServer:
         share = max(int(self._pages.pools[0].num_pages * _MAX_LENT_SHARE / (lent_to + 1)), 1)
         pages = self._manager._lend(max(min(most, share - len(session.lent)), 0)).tolist()
         session.lent.update(pages)
-        self._answer(session, pages)
+        session.answer(pages)
 
     def _on_reserve(self, session: _Session, numbers: array[int], data: bytes) -> None:
         number, lease, *counts = numbers.tolist()
@@ -725,15 +523,15 @@ class PageServer:
         try:
             store = call(of_groups)
         except ValueError as error:  # a key occurs twice
-            return self._refuse(session, error)
+            return session.refuse(error)
         if store is None:
-            return self._answer(session)
+            return session.answer()
         if store.id:
             self._keep(session, number, store)
         if store.lease is not None:
             self._keep(session, lease, store.lease)
         lent = sum(map(len, store.pages))
-        self._answer(session, array("q", [lent]) + _page_of_each(of_groups, store))
+        session.answer(array("q", [lent]) + _page_of_each(of_groups, store))
 
     def _on_give_back(self, session: _Session, numbers: array[int], data: bytes) -> None:
         resets, *pages = numbers.tolist()
@@ -754,15 +552,15 @@ class PageServer:
         self._manager.order(self._keys(counts, data), renew=bool(renew))
 
     def _on_stats(self, session: _Session, numbers: array[int], _: bytes) -> None:
-        self._answer(session, self._manager._stats(numbers[0]))
+        session.answer(self._manager._stats(numbers[0]))
 
     def _on_reset(self, session: _Session, *_: object) -> None:
         self._manager.reset()
-        self._answer(session)
+        session.answer()
         for other in self._sessions.values():
             is_told = other.is_member and not other.is_worker and other.connection is not None
             if is_told and other is not session:
-                self._send(other, pack(Status.RESET))
+                other.send(pack(Status.RESET))
 
     def _on_leave(self, session: _Session, numbers: array[int], _: bytes) -> None:
         """Ends a session, or one of the same process that has lost its connection."""
@@ -789,8 +587,3 @@ def _page_of_each(
                 numbers[reserved.key_indices[group]] = reserved.pages[group]
         answer.frombytes(numbers.tobytes())
     return answer
-
-
-def _refuse(connection: socket.socket, why: str) -> None:
-    with connection, contextlib.suppress(OSError):
-        connection.send(pack(Status.REFUSED, data=why.encode()))

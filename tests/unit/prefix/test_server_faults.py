@@ -39,7 +39,7 @@ from torch_kvswap import PagedLayout, PrefixCache
 from torch_kvswap._native import process_lock, rendezvous
 from torch_kvswap.cli import serve
 from torch_kvswap.host_pool.shared import PoolHandle
-from torch_kvswap.prefix import remote_manager, session
+from torch_kvswap.prefix import peers, remote_manager, session
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.manager import Lookup
 from torch_kvswap.prefix.protocol import HEAD, Ask, Op, Outcome, pack, pack_keys
@@ -92,11 +92,9 @@ def test_a_killed_engines_pages_come_back(dies: str, path: str) -> None:
 
 
 def test_a_forked_child_keeps_its_engines_pages(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_free, answers = page_server.is_free, list[bool]()
-    monkeypatch.setattr(
-        page_server, "is_free", lambda lock: answers.append(is_free(lock)) or answers[-1]
-    )
-    monkeypatch.setattr(page_server, "_LOCK_SECONDS", 0.001)
+    is_free, answers = peers.is_free, list[bool]()
+    monkeypatch.setattr(peers, "is_free", lambda lock: answers.append(is_free(lock)) or answers[-1])
+    monkeypatch.setattr(peers, "_LOCK_SECONDS", 0.001)
     forks = f"""
 import os, signal
 child = os.fork()
@@ -132,7 +130,7 @@ def test_a_lock_that_fails_is_asked_again(path: str, monkeypatch: pytest.MonkeyP
 
     with serving(path), ServedEngine(path) as engine:
         with engine_process(path, HOLDS) as other:
-            monkeypatch.setattr(page_server, "is_free", is_free)
+            monkeypatch.setattr(peers, "is_free", is_free)
             other.send(signal.SIGKILL)
             engine.until(lambda: counts(engine) == (28, 4, 0, 0))
         assert not list(fails)
@@ -142,18 +140,18 @@ def test_pages_being_written_are_quarantined(path: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(page_server, "QUARANTINE", 5.0)
     now = 0.0
     with serving(path) as server, ServedEngine(path) as engine:
-        server._clock = lambda: now
+        server._loop.clock = lambda: now
         with ServedEngine(path) as closed, engine_process(path, HOLDS) as other:
             closed.hold("xyz")
             other.send(signal.SIGKILL)
         engine.until(lambda: len(server._sessions) == 1)
         assert counts(engine) == (24, 1, 4, 3)  # the engine that was closed has none
         now = 4.9
-        server._wake()
+        server._loop.wake()
         for _ in range(10):
             assert counts(engine) == (24, 1, 4, 3)
         now = 5.0
-        server._wake()
+        server._loop.wake()
         engine.until(lambda: counts(engine) == (28, 4, 0, 0))
 
 
@@ -548,8 +546,8 @@ def test_a_connection_that_says_nothing_is_closed(path: str) -> None:
             engine.until(lambda: len(server._sessions) == 2)
             engine.compute("a")
             with logged() as warnings:
-                server._clock = lambda: time.monotonic() + PATIENCE
-                server._wake()
+                server._loop.clock = lambda: time.monotonic() + PATIENCE
+                server._loop.wake()
                 wait_until_closed(silent)
         assert warnings == [f"process {os.getpid()} has sent nothing for {PATIENCE:g} s"]
         assert engine.load("a") == 1
@@ -568,18 +566,19 @@ def test_a_server_without_descriptors_says_so_and_waits(
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        listener, watched = server._listener, server._loop._selector.get_map()
         for connection in connections[:3]:
-            assert server._listener in server._selector.get_map()
+            assert listener._socket in watched
             with monkeypatch.context() as patch:
                 if connection is connections[2]:  # another thread takes the one in reserve
                     patch.setattr(os, "dup", mock.Mock(side_effect=OSError(errno.EMFILE, "none")))
-                server._accept()
+                listener._accept()
             with pytest.raises(ValueError, match="this server has no file descriptors left; raise"):
                 session.receive(connection)
-        assert server._listener not in server._selector.get_map()
-        server._listen_again()
+        assert listener._socket not in watched
+        listener._listen()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        server._accept()
+        listener._accept()
         assert session.receive(connections[3])[1] == b"KVSWSERV"
         assert len(warnings) == 1
     server._close()
@@ -588,20 +587,20 @@ def test_a_server_without_descriptors_says_so_and_waits(
 @pytest.mark.parametrize("watched", [0, 1])
 def test_an_engine_that_cannot_be_watched_is_refused(watched: int, path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine, logged() as warnings:
-        calls, register = count(), server._selector.register
+        calls, watch = count(), server._loop.watch
 
-        def fail(*arguments: Any) -> Any:
+        def fail(*arguments: Any) -> None:
             if next(calls) == watched:
                 raise OSError(errno.ENOSPC, "no space")
-            return register(*arguments)
+            watch(*arguments)
 
-        with mock.patch.object(server._selector, "register", fail):
+        with mock.patch.object(server._loop, "watch", fail):
             assert "the kernel watches no more engines" in error_text(ServedEngine, path)
         assert len(warnings) == 1
         with ServedEngine(path) as other:
             engine.compute("a")
             assert other.load("a") == 1
-            assert len(server._sessions) == len(server._selector.get_map()) / 2 - 1 == 2
+            assert len(server._sessions) == len(server._loop._selector.get_map()) / 2 - 1 == 2
 
 
 def test_a_dropped_engines_end_unwatches_no_other(path: str) -> None:
@@ -609,19 +608,23 @@ def test_a_dropped_engines_end_unwatches_no_other(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
         for connection in (one, other):
             connection.connect(path)
-            server._accept()
+            server._listener._accept()
         dropped, alive = server._sessions.values()
-        server._drop(dropped)
-        dropped.process = alive.process  # the kernel gives the number again
-        server._process_ended(dropped)
-        assert alive.process in server._selector.get_map()
+        number = dropped._process
+        server._end_session(dropped)
+        assert number is not None
+        os.dup2(alive._process, number)  # the kernel gives the number again
+        server._loop.watch(number, lambda _: None)
+        dropped._process_ended(0)
+        assert number in server._loop._selector.get_map()
+        os.close(number)
     server._close()
 
 
 def test_an_error_in_a_timer_ends_no_server(path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine, logged() as warnings:
-        server._later(0.0, mock.Mock(side_effect=MemoryError))
-        server._wake()
+        server._loop.later(0.0, mock.Mock(side_effect=MemoryError))
+        server._loop.wake()
         assert in_time(lambda: warnings == ["an error in the server, which goes on"])
         engine.compute("a")
         assert engine.load("a") == 1
@@ -661,7 +664,7 @@ def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
             nonlocal sent
             with contextlib.suppress(BlockingIOError):
                 sent += connection.send(requests[sent:])
-            return bool(its.unsent)
+            return bool(its._unsent)
 
         engine.until(send)
         with socket.socket(socket.AF_UNIX) as half:
@@ -669,8 +672,8 @@ def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
             half.sendall(message[: len(message) // 2])
             engine.compute(PROMPT)
             assert engine.load(PROMPT) == 8
-        assert 0 < len(its.unsent) < len(message)  # an answer, and no more was received
-        assert len(its.received) < 1 << 17
+        assert 0 < len(its._unsent) < len(message)  # an answer, and no more was received
+        assert len(its._received) < 1 << 17
         assert sent < len(requests)
         # When it reads, all that it has sent is answered.
         answers = sent // len(message) * (HEAD.size + 4 * 8)
