@@ -25,11 +25,13 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 17
+VERSION = 18
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
-MAGIC = b"KVSWSERV"  # a server first sends it, VERSION, its generation and its deadline, us
+# A server first sends it, with VERSION, its generation, the number of the session, and its deadline
+# in microseconds.
+MAGIC = b"KVSWSERV"
 # Seconds within which each end must have said who it is; tests set it, where it is used.
 JOINING = 10.0
 
@@ -37,7 +39,7 @@ JOINING = 10.0
 class Op(IntEnum):
     """Requests, with their numbers."""
 
-    # The answer of both: session, `resets` of the index, pages of the first group.
+    # The answer of both: `resets` of the index, pages of the first group.
     HELLO = 1  # JSON, and open_lock(). Behind the answer come the PoolHandles
     MEET = 2  # JSON. The answer comes when the others have come
     # Ask, number, keys of one list or of several: what is held of them has this number and those
@@ -60,9 +62,7 @@ class Op(IntEnum):
     TOUCH = 10  # keys
     ORDER = 11  # whether it is renewed, keys
     READY = 12  # the memory is pinned
-    # No job is in flight. On a new connection: a session of this process, and the generation of its
-    # server.
-    LEAVE = 13
+    LEAVE = 13  # no job is in flight. On a new connection: another session of this process
 
 
 class Ask(IntEnum):

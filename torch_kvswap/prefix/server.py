@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import secrets
@@ -69,7 +68,7 @@ class _Session(Peer):
     those that were forked from them.
 
     Attributes:
-        number (int): names it when it connects again.
+        number (int): names it when it connects again; no other server has it.
         engine (str): its name, if scheduler and workers are sessions of their own.
         worker (int): its number among the workers.
         workers (int): of a scheduler: how many its engine has.
@@ -77,9 +76,9 @@ class _Session(Peer):
         lent (set[int]): pages that it has borrowed.
     """
 
-    def __init__(self, server: PageServer, number: int, *of: Any) -> None:
+    def __init__(self, server: PageServer, *of: Any) -> None:
         super().__init__(server._loop, *of)
-        self._server, self.number = server, number
+        self._server, self.number = server, secrets.randbits(62) + 1
         self.engine, self.worker, self.workers = "", 0, 0
         self.stage = Stage.CAME
         self.held: dict[int, Reservation] = {}
@@ -243,7 +242,6 @@ class PageServer:
         self._deadline = deadline
         self._below_policy = below_policy
         self._generation = secrets.randbits(62) + 1  # 0 is none
-        self._numbers = itertools.count(1)
         self._sessions: dict[int, _Session] = {}
         self._made: _Pages | None = None
         self._some_ended = False
@@ -296,9 +294,9 @@ class PageServer:
     # Sessions.
 
     def _admit(self, *of: Any) -> None:
-        session = _Session(self, next(self._numbers), *of)
+        session = _Session(self, *of)
         self._sessions[session.number] = session
-        greeting = VERSION, self._generation, int(self._deadline * 1e6)
+        greeting = VERSION, self._generation, session.number, int(self._deadline * 1e6)
         session.send(pack(Status.DONE, greeting, MAGIC))
         session.expect()
 
@@ -408,7 +406,7 @@ class PageServer:
         assert session.connection is not None
         session.stage = Stage.MEMBER
         session.recognize()
-        session.answer([session.number, self._index, self._pages.pools[0].num_pages])
+        session.answer([self._index, self._pages.pools[0].num_pages])
         for pool in self._pages.pools:
             with contextlib.closing(pool.share()) as handle:
                 try:
@@ -425,17 +423,13 @@ class PageServer:
         earlier = self._sessions.get(said.pop("session"))
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
             self._drop(earlier)
-        for other in list(self._sessions.values()):
+        for other in self._sessions.values():
             is_same = (
                 other.engine == session.engine
                 and other.worker == session.worker
                 and other.is_scheduler == session.is_scheduler
             )
-            if not (session.engine and is_same and other.is_member and not other.is_over):
-                continue
-            if other.connection is None and other.pid == session.pid and not other.is_dead:
-                self._drop(other)  # it has not heard that it had joined
-            else:
+            if session.engine and is_same and other.is_member and not other.is_over:
                 raise ValueError(
                     f"another engine, process {other.pid}, has the name {session.engine!r} at "
                     f"{self._path}; give each engine its own engine_id"
@@ -461,7 +455,7 @@ class PageServer:
             if one.stage == Stage.WAITS and (ready == one.workers if one.is_scheduler else others):
                 pages = 0 if self._made is None else self._made.pools[0].num_pages
                 one.stage = Stage.MEMBER if one.is_scheduler else Stage.CAME
-                one.answer([one.number, self._index, pages])
+                one.answer([self._index, pages])
                 if not one.is_member:
                     one.expect()
 
@@ -564,11 +558,10 @@ class PageServer:
 
     def _on_leave(self, session: _Session, numbers: array[int], _: bytes) -> None:
         """Ends a session, or one of the same process that has lost its connection."""
-        number, generation = numbers or (session.number, self._generation)
-        ended = self._sessions.get(number)
-        if generation == self._generation and ended is not None and ended.pid == session.pid:
-            self._end_session(ended)
-        self._end_session(session)
+        for number in (*numbers, session.number):
+            ended = self._sessions.get(number)
+            if ended is not None and ended.pid == session.pid:
+                self._end_session(ended)
 
 
 def _page_of_each(

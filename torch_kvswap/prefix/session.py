@@ -39,6 +39,8 @@ from torch_kvswap.prefix.remote_pools import RemotePools
 # Seconds, read at each use so that tests can set them.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a lost server is tried again
 
+_JOINED_BYTES = HEAD.size + 16  # of the answer to HELLO and MEET
+
 
 class RemoteReservation(native.Reservation):
     """Pages that a server holds for this engine. Session.send() tells it of their end.
@@ -79,8 +81,8 @@ class Session(NotCopyable):
     Attributes:
         lock (RLock): held in each call.
         num_pages (int): pages of the server's first group.
-        resets (int): grows with each reset of the index, by any engine, as far as the server has
-            said so, and whenever a server is lost or joined.
+        resets (int): another number after each reset of the index, by any engine, as far as the
+            server has said so, and for each server; 0 without one.
     """
 
     def __init__(
@@ -98,10 +100,10 @@ class Session(NotCopyable):
         self._names = {"engine": engine, "worker": worker, "workers": workers}
         self._is_worker = bool(engine) and pools is not None
         self._process = ForkGuard()
-        self._session = self._generation = 0  # 0: none
+        self._session = 0  # what a server calls it that may have it
+        self._generation = 0  # of the server whose memory is attached, or whose index is used
         self._deadline = JOINING  # seconds for an answer; as the server says it
         self.resets = 0
-        self._index_resets = 0  # as the server counts them
         self._numbers = count(1)  # of reservations
         # Reservations that have not ended, and whether jobs use their pages. Guarded by the lock,
         # as are the others.
@@ -141,18 +143,18 @@ class Session(NotCopyable):
             ValueError: the server refuses this cache, and says why.
             RuntimeError: the kernel does not map the memory.
         """
-        connection, generation, self._deadline = connect_to(self._path)
+        connection, generation, number, self._deadline = connect_to(self._path)
         try:
             if self._pools is None:
-                answer = self._meet(connection, generation)
+                answer = self._meet(connection, number)
             else:
                 if generation != self._generation and self._generation:
                     if self._is_worker:
-                        self._meet(connection, generation)
+                        self._meet(connection, number)
                     # First the old memory is freed: there may be no room for both.
-                    self._session = self._generation = 0
+                    self._generation = 0
                     self._pools.let_go()
-                answer = self._attach(connection, generation, self._pools)
+                answer = self._attach(connection, number, generation, self._pools)
             connection.settimeout(None)
             # The kernel's own timeouts cost no system call.
             seconds = struct.pack("ll", int(self._deadline), int(self._deadline % 1 * 1e6))
@@ -161,7 +163,7 @@ class Session(NotCopyable):
             if self._is_worker:
                 connection.sendall(pack(Op.READY))
         except BaseException:
-            self._hang_up(connection)
+            connection.close()
             raise
         self._use(connection, generation, *answer)
 
@@ -200,24 +202,23 @@ class Session(NotCopyable):
             connection.settimeout(self._deadline)
             connection.connect(self._path)
             rendezvous.check_peer(connection, f"the server at {self._path}")
-            connection.sendall(pack(Op.LEAVE, [self._session, self._generation]))
+            connection.sendall(pack(Op.LEAVE, [self._session]))
 
-    def _hang_up(self, connection: socket.socket) -> None:
-        """Closes a connection on which the thread was joining."""
-        if self._is_closing:
-            with contextlib.suppress(OSError):
-                connection.sendall(pack(Op.LEAVE))
-        connection.close()
+    def _introduce(
+        self, connection: socket.socket, number: int, how: Op, cache: Mapping[str, object]
+    ) -> None:
+        """Says who it is. From now on the server may have this session, and none from before."""
+        text = json.dumps({**cache, **self._names, "session": self._session})
+        with contextlib.closing(open_lock()) as lock:
+            rendezvous.send(connection, pack(how, data=text.encode()), lock.fds)
+        self._session = number
 
     def _attach(
-        self, connection: socket.socket, generation: int, pools: RemotePools
+        self, connection: socket.socket, number: int, generation: int, pools: RemotePools
     ) -> Sequence[int]:
         """Attaches the pools, if it is the memory of another server."""
-        hello = {**self._cache, **self._names, "session": self._session}
-        message = pack(Op.HELLO, data=json.dumps(hello).encode())
-        with contextlib.closing(open_lock()) as lock:
-            rendezvous.send(connection, message, lock.fds)
-        answer = receive(connection, HEAD.size + 24)[0]
+        self._introduce(connection, number, Op.HELLO, self._cache)
+        answer = receive(connection, bytearray(), _JOINED_BYTES)[1]
         with contextlib.ExitStack() as received:
             handles = []
             for _ in pools.layouts:
@@ -227,40 +228,30 @@ class Session(NotCopyable):
                 pools.attach(handles)
         return answer
 
-    def _meet(self, connection: socket.socket, generation: int) -> Sequence[int]:
+    def _meet(self, connection: socket.socket, number: int) -> Sequence[int]:
         """The answer when the other processes of the engine have come, for which it waits."""
-        known = self._session if generation == self._generation else 0
-        message = pack(Op.MEET, data=json.dumps({**self._names, "session": known}).encode())
         with self.lock:
             if self._is_closing:
                 raise ConnectionError("it is closed")
             self._meeting = connection
         try:
-            connection.sendall(message)
+            self._introduce(connection, number, Op.MEET, {})
             if self._thread.is_alive():  # else the engine is being started, and all are there
                 connection.settimeout(None)
-            return receive(connection, HEAD.size + 24)[0]  # a reset may be right behind it
+            # A reset may be right behind it.
+            return receive(connection, bytearray(), _JOINED_BYTES)[1]
         finally:
             connection.settimeout(JOINING)
             self._meeting = None
 
-    def _use(
-        self,
-        connection: socket.socket,
-        generation: int,
-        session: int,
-        resets: int,
-        num_pages: int,
-    ) -> None:
+    def _use(self, connection: socket.socket, generation: int, resets: int, num_pages: int) -> None:
         with self.lock:  # no call comes in between
             # Another engine has told this server of a reset, but of none that nobody has heard of.
             if resets != generation and self._resets_heard_by != 0 and not self._is_worker:
                 self._resets_heard_by = generation
-            self._session, self._generation = session, generation
-            self._index_resets, self.num_pages = resets, num_pages
-            self.resets += 1
+            self._generation, self.resets, self.num_pages = generation, resets, num_pages
             if self._is_closing:
-                return self._hang_up(connection)
+                return connection.close()
             self._forget()
             self._connection = connection
             # The second tier of another server may have pages from before a reset.
@@ -371,12 +362,8 @@ class Session(NotCopyable):
         with self.lock:
             self._resets_heard_by = 0
             if self._connection is not None:
-                self._count_reset()
+                self.resets += 1
                 self.send(pack(Op.RESET), self._heard_reset)
-
-    def _count_reset(self) -> None:
-        self.resets += 1
-        self._index_resets += 1
 
     def _heard_reset(self, _: array[int]) -> None:
         if self._heard_reset not in self._awaited:
@@ -416,21 +403,16 @@ class Session(NotCopyable):
         if self._failure or not (message or self._outbox):
             return
         self._awaited += then
-        had_left, sent = bool(self._outbox), 0
-        if had_left:
-            self._outbox += message
+        had_left = bool(self._outbox)
+        self._outbox += message
         try:
-            sent = self._connection.send(self._outbox or message, socket.MSG_DONTWAIT)
+            del self._outbox[: self._connection.send(self._outbox, socket.MSG_DONTWAIT)]
+            if had_left:
+                self._moved = time.monotonic()
         except BlockingIOError:
             pass
         except OSError as error:  # a scheduler's step goes on with the pages that it has
             self._failure = str(error)
-        if not had_left:
-            if sent < len(message):
-                self._outbox += message[sent:]
-        elif sent:
-            del self._outbox[:sent]
-            self._moved = time.monotonic()
 
     def _exchange(
         self, flags: int, message: bytes = b"", *then: Callable[[array[int]], object]
@@ -446,7 +428,14 @@ class Session(NotCopyable):
                 while not self._failure and (flags or self._awaited):
                     if self._connection is None:
                         return
-                    self._receive(self._connection, flags)
+                    status, numbers, _ = receive(self._connection, self._inbox, READ_BYTES, flags)
+                    self._moved = time.monotonic()
+                    if status != Status.RESET:
+                        self._awaited.popleft()(numbers)
+                        continue
+                    self.resets += 1  # by another engine
+                    if self._resets_heard_by is None:
+                        self._resets_heard_by = self._generation
             except BlockingIOError:  # nothing has come
                 is_waiting = self._awaited or self._outbox
                 if not flags or (is_waiting and time.monotonic() - self._moved > self._deadline):
@@ -455,6 +444,7 @@ class Session(NotCopyable):
                 self._failure = str(error)
             except ValueError as error:  # the server has refused it, and reserves nothing
                 if not flags:
+                    self._awaited.popleft()
                     raise
                 self._failure = str(error)
             except BaseException:  # an answer, or half a message, would be nobody's
@@ -463,32 +453,11 @@ class Session(NotCopyable):
             if self._failure:
                 self._lose(self._failure)
 
-    def _receive(self, connection: socket.socket, flags: int) -> None:
-        """Takes what has come. Raises OSError if that is nothing, and ValueError if the server
-        refuses what was asked."""
-        data = connection.recv(READ_BYTES, flags)
-        if not data:
-            raise ConnectionError("it has closed the connection")
-        if flags:
-            self._moved = time.monotonic()
-        self._inbox += data
-        while (message := next_message(self._inbox)) is not None:
-            status, numbers, text = message
-            if status == Status.RESET:
-                self._count_reset()
-                if self._resets_heard_by is None:
-                    self._resets_heard_by = self._generation
-                continue
-            answered = self._awaited.popleft()
-            if status == Status.REFUSED:
-                raise ValueError(text.decode())
-            answered(numbers)
-
     def _lose(self, why: str) -> None:
         if self._connection is None or self._is_closing:  # the thread reads until close() closes it
             return
         log.warning("lost the server at %s and its pages: %s", self._path, why)
-        self.resets += 1
+        self.resets = 0
         self._connection.close()
         self._connection = None
         self._forget()
@@ -500,9 +469,9 @@ class Session(NotCopyable):
             self._changed.notify_all()
 
 
-def connect_to(path: str) -> tuple[socket.socket, int, float]:
-    """A connection to the server, its generation, as another one has other memory, and the seconds
-    within which it answers.
+def connect_to(path: str) -> tuple[socket.socket, int, int, float]:
+    """A connection to the server, its generation, as another one has other memory, the number of
+    the session, and the seconds within which the server answers.
 
     Raises OSError if there is none or it is another user's, ValueError if it refuses, and what
     check_path() does.
@@ -517,21 +486,21 @@ def connect_to(path: str) -> tuple[socket.socket, int, float]:
             connection.connect(path)
         rendezvous.check_peer(connection, f"the server at {path}")
         with _needs_server(path):
-            numbers, magic = receive(connection)
-        if magic != MAGIC or len(numbers) < 2:
+            _, numbers, magic = receive(connection, bytearray())
+        if magic != MAGIC or not numbers:
             raise ConnectionError(
                 f"the process that answers at {path} is not a server of this library"
             )
-        version, generation, *deadline = numbers
-        if version != VERSION:
+        if numbers[0] != VERSION:
             raise ConnectionError(
-                f"the server at {path} has version {version} of the protocol, this library "
+                f"the server at {path} has version {numbers[0]} of the protocol, this library "
                 f"{VERSION}; use the same release for both"
             )
+        _, generation, number, deadline = numbers
     except BaseException:
         connection.close()
         raise
-    return connection, generation, deadline[0] / 1e6
+    return connection, generation, number, deadline / 1e6
 
 
 @contextlib.contextmanager
@@ -545,19 +514,19 @@ def _needs_server(path: str) -> Iterator[None]:
         ) from error
 
 
-def receive(connection: socket.socket, at_once: int = READ_BYTES) -> tuple[array[int], bytes]:
-    """The numbers and other bytes of an answer.
+def receive(
+    connection: socket.socket, inbox: bytearray, at_once: int = READ_BYTES, flags: int = 0
+) -> tuple[int, array[int], bytes]:
+    """The next message: its status, numbers and other bytes. What has come behind it is in the
+    inbox, which is nothing if the message has `at_once` bytes.
 
-    Receives nothing of what is behind an answer of `at_once` bytes. Raises ValueError if the server
-    refuses.
+    Raises OSError if nothing comes, and ValueError if the server refuses what was asked.
     """
-    received = bytearray()
-    while (message := next_message(received)) is None:
-        more = connection.recv(at_once)
+    while (message := next_message(inbox)) is None:
+        more = connection.recv(at_once, flags)
         if not more:
             raise ConnectionError("it has closed the connection")
-        received += more
-    status, numbers, data = message
-    if status == Status.REFUSED:
-        raise ValueError(data.decode())
-    return numbers, data
+        inbox += more
+    if message[0] == Status.REFUSED:
+        raise ValueError(message[2].decode())
+    return message

@@ -185,7 +185,7 @@ def test_a_reset_forgets_what_was_reserved(path: str) -> None:
             a.end(pages, "xy")
             b.end(others, "uv")  # before it knows
             assert b.indices("abcxyuv") == []
-            b.until(lambda: b._index_resets == server._index)
+            b.until(lambda: b.resets == server._index)
             b.end_hold([held])
             for one, names in ((a, "mn"), (b, "op")):
                 one.store(names)

@@ -442,7 +442,7 @@ def test_the_socket_is_for_this_user_only(path: str, monkeypatch: pytest.MonkeyP
         with pytest.raises(
             ValueError, match=f"belongs to user {own}, and this .* to user {own + 1}"
         ):
-            session.receive(connection)
+            session.receive(connection, bytearray())
 
 
 def test_an_engine_tells_another_users_server_nothing(

@@ -574,12 +574,12 @@ def test_a_server_without_descriptors_says_so_and_waits(
                     patch.setattr(os, "dup", mock.Mock(side_effect=OSError(errno.EMFILE, "none")))
                 listener._accept()
             with pytest.raises(ValueError, match="this server has no file descriptors left; raise"):
-                session.receive(connection)
+                session.receive(connection, bytearray())
         assert listener._socket not in watched
         listener._listen()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         listener._accept()
-        assert session.receive(connections[3])[1] == b"KVSWSERV"
+        assert session.receive(connections[3], bytearray())[2] == b"KVSWSERV"
         assert len(warnings) == 1
     server._close()
 
@@ -654,7 +654,7 @@ def test_a_handle_without_room_ends_its_connection(
 def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
     message = pack_keys(Op.ASK, [Ask.LOOK, 0], [b"".join(KEYS)])
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as slow:
-        (its,) = (of for of in server._sessions.values() if of.number == 2)
+        (its,) = (of for of in server._sessions.values() if of.number == slow.session._session)
         connection: Any = slow.session._connection
         connection.setblocking(False)
         requests = memoryview(message * 20_000)  # it reads no answers

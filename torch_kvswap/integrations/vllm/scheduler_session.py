@@ -98,7 +98,7 @@ class SchedulerSession(Session):
             if began != {self.resets}:
                 stored = ()
             if stored:
-                self.send(pack(Op.GIVE_BACK, [self._index_resets, *stored], keys))
+                self.send(pack(Op.GIVE_BACK, [self.resets, *stored], keys))
             if self.is_joined:
                 self._free += set(pages).difference(stored)
             self._job_ended()
@@ -114,7 +114,7 @@ class SchedulerSession(Session):
         wanted = 0 if is_idle else max(self._demand, _MIN_BORROWED_PAGES)
         missing = wanted - len(self._free)
         if -missing > wanted:
-            self.send(pack(Op.GIVE_BACK, [self._index_resets, *self._free[wanted:]]))
+            self.send(pack(Op.GIVE_BACK, [self.resets, *self._free[wanted:]]))
             del self._free[wanted:]
         is_asking = missing >= wanted // 4 or len(self._free) < self._demand
         if is_asking and self.is_joined and not self._is_borrowing and not is_idle:
