@@ -152,7 +152,7 @@ def serve_until(engine: Serving, prompts: dict[str, list[int]], moment: str) -> 
     for _ in range(100):
         scheduled = engine.scheduler.schedule()
         of = scheduled.kv_connector_metadata
-        if moment == "lookup" and engine.manager._is_asking and not jobs._jobs:
+        if moment == "lookup" and engine.manager._unanswered and not jobs._jobs:
             return scheduled
         if (moment == "load" and of.load_jobs) or (moment == "store" and of.store_jobs):
             return scheduled

@@ -97,7 +97,7 @@ class Listener:
 
     Args:
         path (str): see rendezvous.listen(), also for what is raised.
-        admit: makes a Peer of a connection, a process and its number, or raises OSError.
+        admit: makes a Peer of a connection, the number of its process, and a descriptor of it.
     """
 
     def __init__(
@@ -123,27 +123,17 @@ class Listener:
             connection, _ = self._socket.accept()
         except OSError as error:
             if error.errno in _NO_DESCRIPTORS:
-                self._refuse_next()
+                self._refuse_next(error)
             return  # else it has gone already
         connection.setblocking(False)
         try:
-            pid, process = rendezvous.peer_of(connection)
+            self._admit(connection, *rendezvous.peer_of(connection))
+            self._is_full = False
         except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:
-                return self._refuse_full(connection)
-            log.warning("a process is not served: %s", error)
-            return _refuse(connection, str(error))
-        self._is_full = False
-        try:
-            self._admit(connection, process, pid)
-        except OSError as error:
-            os.close(process)
-            text = f"the kernel watches no more engines: {error}; see fs.epoll.max_user_watches"
-            log.warning("process %d is not served: %s", pid, text)
-            _refuse(connection, text)
+            self._refuse(connection, error)
 
-    def _refuse_next(self) -> None:
-        """Tells a process that there are no file descriptors, with the one that is kept for this.
+    def _refuse_next(self, error: OSError) -> None:
+        """Refuses a process with the descriptor that is kept for this.
 
         Otherwise the socket would stay readable, and the loop would never wait again.
         """
@@ -152,15 +142,18 @@ class Listener:
             os.close(self._spare)
             self._spare = None
             with contextlib.suppress(OSError):
-                self._refuse_full(self._socket.accept()[0])
+                self._refuse(self._socket.accept()[0], error)
         self._listen()
 
-    def _refuse_full(self, connection: socket.socket) -> None:
-        text = "this server has no file descriptors left; raise its limit (ulimit -n)"
-        if not self._is_full:
-            self._is_full = True
-            log.warning("an engine cannot connect: %s", text)
-        _refuse(connection, text)
+    def _refuse(self, connection: socket.socket, error: OSError) -> None:
+        was_full, self._is_full = self._is_full, error.errno in _NO_DESCRIPTORS
+        why = str(error)
+        if self._is_full:
+            why = "this server has no file descriptors left; raise its limit (ulimit -n)"
+        if not (self._is_full and was_full):
+            log.warning("a process is not served: %s", why)
+        with connection, contextlib.suppress(OSError):
+            connection.send(pack(Status.REFUSED, data=why.encode()))
 
     def close(self) -> None:
         """Another server may have the socket then."""
@@ -172,11 +165,6 @@ class Listener:
         os.close(self._lock_file)
 
 
-def _refuse(connection: socket.socket, why: str) -> None:
-    with connection, contextlib.suppress(OSError):
-        connection.send(pack(Status.REFUSED, data=why.encode()))
-
-
 class Peer(ABC):
     """A process that has connected. It outlives its connection until drop().
 
@@ -184,8 +172,8 @@ class Peer(ABC):
 
     Args:
         connection (socket): does not block.
-        process (int): a file descriptor, readable when the process has ended.
         pid (int): the number of the process.
+        process (int): a file descriptor, readable when the process has ended; closed by drop().
 
     Attributes:
         connection (socket | None): None when it is lost.
@@ -196,7 +184,7 @@ class Peer(ABC):
     Raises OSError if the kernel watches no more.
     """
 
-    def __init__(self, loop: EventLoop, connection: socket.socket, process: int, pid: int) -> None:
+    def __init__(self, loop: EventLoop, connection: socket.socket, pid: int, process: int) -> None:
         self.pid, self.is_dead = pid, False
         self.lock: Descriptors | None = None
         self.connection: socket.socket | None = connection
@@ -205,12 +193,15 @@ class Peer(ABC):
         self._received = bytearray()  # of a message that is not complete
         self._unsent = b""  # what it has not taken; until then nothing is received from it
         self._deadline: float | None = None  # by which it must have said who it is
-        loop.watch(process, self._process_ended)
         try:
+            loop.watch(process, self._process_ended)
             loop.watch(connection, self._serve)
-        except BaseException:
-            loop.unwatch(process)
-            raise
+        except OSError as error:
+            self.connection = None  # the caller tells why
+            self.drop()
+            raise OSError(
+                f"the kernel watches no more engines: {error}; see fs.epoll.max_user_watches"
+            ) from error
 
     @abstractmethod
     def take(self, kind: int, numbers: array[int], data: bytes) -> None:
@@ -311,22 +302,18 @@ class Peer(ABC):
     def disconnect(self) -> None:
         """Idempotent."""
         if self.connection is not None:
-            self._hang_up()
+            self._loop.unwatch(self.connection)
+            self.connection.close()
+            self.connection = None
+            self._received.clear()
             self.lost()
 
     def drop(self) -> None:
-        """Forgets the process: nothing is called any more."""
+        """Forgets the process, whose end is not told any more."""
         if self._process is not None:
             self._loop.unwatch(self._process)
             os.close(self._process)
             self._process = None
         if self.lock is not None:
             self.lock.close()
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        if self.connection is not None:
-            self._loop.unwatch(self.connection)
-            self.connection.close()
-            self.connection = None
-            self._received.clear()
+        self.disconnect()

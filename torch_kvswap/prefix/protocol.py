@@ -42,9 +42,7 @@ class Op(IntEnum):
     # The answer of both: `resets` of the index, pages of the first group.
     HELLO = 1  # JSON, and open_lock(). Behind the answer come the PoolHandles
     MEET = 2  # JSON. The answer comes when the others have come
-    # Ask, number, keys of one list or of several: what is held of them has this number and those
-    # that follow. The answer: see Ask.
-    ASK = 3
+    ASK = 3  # Ask, number of what is held, keys. The answer: see Ask
     # Number, lease, keys. Lends a page for each key that has none. These are pending until END says
     # with this number how their store has ended. A lease that is not 0 is the number under which
     # the pages of all keys are held, too. The answer: how many pages are lent, and for each key its
@@ -68,7 +66,7 @@ class Op(IntEnum):
 class Ask(IntEnum):
     """What ASK does."""
 
-    LOOK = 0  # holds nothing. Answer: a Lookup for each list
+    LOOK = 0  # holds nothing. Answer: a Lookup
     AGAIN = 1  # the same, for a lookup that was counted before
     HOLD = 2  # holds the keys that are ready. Answer: the KeyState of each key, or its page
     LOAD = 3  # holds all keys, or none; this is a use. Answer: for each key its page, or nothing

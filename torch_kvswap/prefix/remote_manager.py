@@ -94,7 +94,7 @@ class RemoteManager(NotCopyable):
         """See BlockManager.lookup()."""
         how = Ask.AGAIN if read_switch("again", again) else Ask.LOOK
         answer = self._session.ask(pack_keys(Op.ASK, [how, 0], keys))
-        return _NOTHING if answer is None else Lookup(*answer[:4])
+        return _NOTHING if answer is None else Lookup(*answer)
 
     def _prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
@@ -106,16 +106,14 @@ class RemoteManager(NotCopyable):
         made.pages = _split(answer, keys)
         return made
 
-    def _prepare_store(self, keys: list[bytes]) -> RemoteReservation | None:
-        """See BlockManager.prepare_store()."""
-        return self._reserve(keys)
-
     def _preempt(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
-        return self._reserve(keys, is_leased=True)
+        return self._prepare_store(keys, is_leased=True)
 
-    def _reserve(self, keys: list[bytes], is_leased: bool = False) -> RemoteReservation | None:
-        """Reserves a page for each key that has none. is_leased: all pages are held for longer."""
+    def _prepare_store(
+        self, keys: list[bytes], is_leased: bool = False
+    ) -> RemoteReservation | None:
+        """See BlockManager.prepare_store(). is_leased: all pages are held for longer."""
         session = self._session
         made = session.reserve(is_load=False)
         lease = session.reserve(is_load=True, is_lease=True) if is_leased else None

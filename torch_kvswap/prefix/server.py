@@ -128,7 +128,7 @@ class _Pages:
     """The memory, the block manager and the tier, made for the first engine to connect.
 
     Args:
-        cache: what an engine says of its cache; see client.describe().
+        cache: what an engine says of its cache; see remote_pools.describe().
         memory (int): bytes of all pages, at most.
         on_answer: called, in a thread of the tier, when poll() has something to do.
 
@@ -461,16 +461,11 @@ class PageServer:
 
     def _on_ask(self, session: _Session, numbers: array[int], data: bytes) -> None:
         how, number, *counts = numbers.tolist()
-        lists, groups, answer = unpack_keys(counts, data), len(self._pages.pools), array("q")
-        if not lists or len(lists) % groups:
-            raise ProtocolError(f"keys of {len(lists)} groups")
-        for at in range(0, len(lists), groups):
-            of_groups = lists[at : at + groups]
-            if how in (Ask.LOOK, Ask.AGAIN):
-                answer.extend(self._look(of_groups, how == Ask.AGAIN))
-            else:
-                answer += self._hold(session, number + at // groups, Ask(how), of_groups)
-        session.answer(answer)
+        of_groups = self._keys(counts, data)
+        if how in (Ask.LOOK, Ask.AGAIN):
+            session.answer(self._look(of_groups, how == Ask.AGAIN))
+        else:
+            session.answer(self._hold(session, number, Ask(how), of_groups))
 
     def _look(self, of_groups: list[bytes], again: bool) -> Lookup:
         found, tier = self._manager._lookup(of_groups, again=again), self._pages.tier

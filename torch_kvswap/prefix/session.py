@@ -210,7 +210,8 @@ class Session(NotCopyable):
         """Says who it is. From now on the server may have this session, and none from before."""
         text = json.dumps({**cache, **self._names, "session": self._session})
         with contextlib.closing(open_lock()) as lock:
-            rendezvous.send(connection, pack(how, data=text.encode()), lock.fds)
+            fds = lock.fds if how == Op.HELLO else ()
+            rendezvous.send(connection, pack(how, data=text.encode()), fds)
         self._session = number
 
     def _attach(
@@ -321,9 +322,26 @@ class Session(NotCopyable):
         self._process.check("prefix cache")  # in a forked child the lock may be locked for ever
         with self.lock:
             try:
-                if not (self._awaited or self._outbox):
+                self._ended.take(self._reported)
+                if self._reported:
+                    message = b"".join([*self._ends(), message])
+                    self._reported.clear()
+                if self._connection is None:
+                    return self._job_ended()
+                if self._failure or not (message or self._outbox):
+                    return
+                had_left = bool(self._outbox)
+                if not (self._awaited or had_left):
                     self._moved = time.monotonic()
-                self._push(message, then)
+                self._awaited += then
+                self._outbox += message
+                del self._outbox[: self._connection.send(self._outbox, socket.MSG_DONTWAIT)]
+                if had_left:
+                    self._moved = time.monotonic()
+            except BlockingIOError:
+                pass
+            except OSError as error:  # a scheduler's step goes on with the pages that it has
+                self._failure = str(error)
             except BaseException:
                 self._failure = "a call was interrupted"
                 raise
@@ -385,34 +403,14 @@ class Session(NotCopyable):
             self._open.pop(reservation.id, None)
             self._job_ended()
 
-    # Messages. The caller holds the lock.
+    # The caller holds the lock.
 
-    def _push(self, message: bytes, then: Sequence[Callable[[array[int]], object]]) -> None:
-        """Sends what has ended, and a request, as far as the server takes them."""
-        self._ended.take(self._reported)
-        if self._reported:
-            messages = []
-            for number, outcome, rejected in self._reported:
-                # Others have reserved nothing, or with another server.
-                if self._open.pop(number, None) is not None:
-                    messages.append(pack(Op.END, [number, outcome, *rejected]))
-            self._reported.clear()
-            message = b"".join([*messages, message])
-        if self._connection is None:
-            return self._job_ended()
-        if self._failure or not (message or self._outbox):
-            return
-        self._awaited += then
-        had_left = bool(self._outbox)
-        self._outbox += message
-        try:
-            del self._outbox[: self._connection.send(self._outbox, socket.MSG_DONTWAIT)]
-            if had_left:
-                self._moved = time.monotonic()
-        except BlockingIOError:
-            pass
-        except OSError as error:  # a scheduler's step goes on with the pages that it has
-            self._failure = str(error)
+    def _ends(self) -> Iterator[bytes]:
+        """The messages about what has ended. Whoever is interrupted by Ctrl-C loses the server."""
+        for number, outcome, rejected in self._reported:
+            # Others have reserved nothing, or with another server.
+            if self._open.pop(number, None) is not None:
+                yield pack(Op.END, [number, outcome, *rejected])
 
     def _exchange(
         self, flags: int, message: bytes = b"", *then: Callable[[array[int]], object]
@@ -421,7 +419,7 @@ class Session(NotCopyable):
         self._process.check("prefix cache")
         with self.lock:
             try:
-                self._push(message, then)
+                self.send(message, *then)
                 if self._outbox and not flags and self._connection is not None:
                     self._connection.sendall(self._outbox)
                     self._outbox.clear()

@@ -61,7 +61,7 @@ class Scheduler(SchedulerSession):
 
     def find(self, names: Sequence[object]) -> RemoteReservation:
         answers: list[RemoteReservation] = []
-        self.hold([self.keys(names)], answers.extend)
+        self.hold(self.keys(names), answers.append)
         self.until(lambda: answers)
         return answers[0]
 
@@ -404,7 +404,7 @@ def test_leaving_a_hung_server_keeps_no_page(path: str, when: str) -> None:
             held = a.find("ab")
             assert min(held.answers) >= 0
             server.send(signal.SIGSTOP)
-            a.hold([a.keys("cd")], lambda _: None)
+            a.hold(a.keys("cd"), lambda _: None)
             while when == "the server takes no more" and not a._outbox:
                 a.touch([bytes(1 << 16)])
             if when == "it has given up":
@@ -434,7 +434,7 @@ def test_a_deadline_begins_when_the_question_is_sent(
         a._connection = ours
         while is_full and not a._outbox:
             a.touch([bytes(1 << 16)])
-        a.hold([key_of("x")], lambda _: None)
+        a.hold(key_of("x"), lambda _: None)
         now = 0.9
         a.touch([key_of("x")])  # needs no answer
         while a._outbox:
@@ -497,7 +497,7 @@ def test_an_unheard_reset_is_told_again(
             patch.setattr(a, "_deadline", 0.1)
             if when == "it hangs":
                 a.reset()
-            a.hold([a.keys("a")], lambda _: None)
+            a.hold(a.keys("a"), lambda _: None)
             a.until(lambda: not a.is_joined)
         if when == "it is lost":
             a.reset()

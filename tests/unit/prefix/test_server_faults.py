@@ -511,14 +511,14 @@ def test_an_interrupted_poll_ends_each_reservation_once(
 ) -> None:
     with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
         engine.hold("abcd")
-        push = engine.session._push
+        send = engine.session.send
 
-        def push_and_interrupt(*arguments: Any) -> None:
-            push(*arguments)
+        def send_and_interrupt(*arguments: Any) -> None:
+            send(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine.session, "_push", push_and_interrupt)
+            patched.setattr(engine.session, "send", send_and_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.prefixes.poll()
         engine.prefixes.poll()

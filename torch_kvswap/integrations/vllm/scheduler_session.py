@@ -6,9 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import islice
 
-from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
 from torch_kvswap.prefix.session import RemoteReservation, Session
@@ -45,24 +43,19 @@ class SchedulerSession(Session):
         """Whether it has borrowed pages that no store uses."""
         return bool(self._free)
 
-    def hold(self, keys: Sequence[bytes], then: Callable[[list[RemoteReservation]], None]) -> None:
-        """Asks the server to hold the pages of those keys that are ready.
-
-        Args:
-            keys (Sequence[bytes]): lists of keys, each in a row.
-            then: gets what is held of each list, for end_hold().
+    def hold(self, keys: bytes, then: Callable[[RemoteReservation], None]) -> None:
+        """Asks the server to hold the pages of those keys that are ready. then: gets the answer,
+        and the pages, for end_hold().
         """
-        made = [self.reserve(is_load=True) for _ in keys]
+        made = self.reserve(is_load=True)
 
         def read(answer: array[int]) -> None:
-            pages = iter(answer)
-            for one, of_list in zip(made, keys, strict=True):
-                one.answers = list(islice(pages, len(of_list) // KEY_BYTES))
-                if max(one.answers) < 0:
-                    self.drop(one)
+            made.answers = answer.tolist()
+            if max(made.answers) < 0:
+                self.drop(made)
             then(made)
 
-        self.send(pack_keys(Op.ASK, [Ask.HOLD, made[0].id], keys), read)
+        self.send(pack_keys(Op.ASK, [Ask.HOLD, made.id], [keys]), read)
 
     def end_hold(self, held: Iterable[RemoteReservation], failed: Collection[int] = ()) -> None:
         """Nothing reads these pages any more. Nobody finds the blocks on failed ones any more."""

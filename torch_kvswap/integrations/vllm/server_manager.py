@@ -110,7 +110,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._requests: set[str] = set()
         self._is_idle = False  # there were no requests at the end of the last step
         self._active: set[_Asked] = set()  # requests that hold or ask for something
-        self._is_asking = False
+        self._unanswered = 0  # requests to the server
         # Keys that the server has, as far as is known. Others evict them, so they are asked for
         # again when they are offered.
         self._known: dict[Key, None] = {}
@@ -228,7 +228,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
             asked.is_wanted = False
         was_idle, self._is_idle = self._is_idle, not self._requests
         self._session.end_step(was_idle and self._is_idle)
-        if not self._is_asking:  # behind end_step(): a request that has its answer has pages, too
+        if not self._unanswered:  # behind end_step(): a request that has its answer has pages, too
             self._ask()
         self._is_new_step = True
 
@@ -268,32 +268,24 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._session.close()
 
     def _ask(self) -> None:
-        requests, left = [], _MOST_KEYS
+        left = _MOST_KEYS
         for asked in self._active:
             if keys := asked.take_to_ask(left):
-                requests.append((asked, keys))
                 left -= len(keys)
-        if not requests:
-            return
-        self._is_asking = True
-        lists = [fold_keys(keys) for _, keys in requests]
-        self._session.hold(lists, lambda held: self._take(requests, held))
+                self._unanswered += 1
+                self._session.hold(fold_keys(keys), partial(self._take, asked, keys))
 
-    def _take(
-        self, requests: Sequence[tuple[_Asked, list[Key]]], helds: Sequence[RemoteReservation]
-    ) -> None:
-        """Takes the server's answer."""
-        self._is_asking = False
-        for (asked, keys), held in zip(requests, helds, strict=True):
-            if asked.resets != self._resets:
-                self._session.end_hold([held])
-                continue
-            asked.answer(keys, held)
-            self._want(asked)  # the step that begins may look for it
-            for key in keys:
-                if asked.states[key] < 0:
-                    self._known.pop(key, None)
-            self._know(key for key in keys if asked.states[key] >= 0)
+    def _take(self, asked: _Asked, keys: list[Key], held: RemoteReservation) -> None:
+        """Takes an answer of the server."""
+        if asked.resets != self._resets:
+            return self._session.end_hold([held])
+        self._unanswered -= 1
+        asked.answer(keys, held)
+        self._want(asked)  # the step that begins may look for it
+        for key in keys:
+            if asked.states[key] < 0:
+                self._known.pop(key, None)
+        self._know(key for key in keys if asked.states[key] >= 0)
 
     def _know(self, keys: Iterable[Key]) -> None:
         self._known.update(zip(keys, repeat(None)))
@@ -321,5 +313,5 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         """Forgets all chunks, but not the jobs."""
         self._active.clear()
         self._known.clear()
-        self._is_asking = False  # an answer that still comes is for nobody
+        self._unanswered = 0  # an answer that still comes is for nobody
         self._resets = self._session.resets
