@@ -9,9 +9,9 @@ op                     takes                              in a compiled graph
 ``swap_blocks_batch``  addresses                          never: it breaks the graph
 =====================  =================================  ============================
 
-The ops on tensors declare what they write. If one of their operands is a host tensor, they return
-only after the host bytes were read or written: compilers pass clones of host tensors, which are
-freed or copied back as soon as the op returns.
+The ops on tensors declare what they write, and their wrappers tell autograd. If one of their
+operands is a host tensor, they return only after the host bytes were read or written: compilers
+pass clones of host tensors, which are freed or copied back as soon as the op returns.
 
 ``swap_blocks_batch`` writes memory that its schema cannot name. A compiler that kept it in a graph
 could delete it or move reads across it. It is therefore registered without a fake implementation:
@@ -87,94 +87,9 @@ def _fake_expand(
     return block_ids.new_empty(outputs if count is None else _torch.sym_min(outputs, count))
 
 
-def _check_torch() -> None:
-    """Raises ImportError if this torch lacks what _register_write() needs.
-
-    torch.library can register a kernel that increments tensor versions, but it has no public way to
-    call the kernels below that one. PyTorch's own mutable Python ops (torch/_library/custom_ops.py)
-    use the same private names, so a torch that renames them changes that mechanism as a whole.
-    Checked at import so that an unsupported torch is reported there, not at the first call.
-    """
-    needed = {
-        "torch._C._after_ADInplaceOrView_keyset": hasattr(
-            torch._C, "_after_ADInplaceOrView_keyset"
-        ),
-        "torch._ops.OpOverload.redispatch": hasattr(_torch._ops.OpOverload, "redispatch"),
-    }
-    missing = [name for name, is_there in needed.items() if not is_there]
-    if missing:
-        raise ImportError(
-            f"torch {torch.__version__} lacks {', '.join(missing)}, which torch_kvswap needs to "
-            "tell autograd what its ops write; install another version of torch or torch_kvswap"
-        )
-
-
-def _check_no_inference(op: str, operand: str, changed: Tensor | Sequence[Tensor]) -> None:
-    """Raises RuntimeError where PyTorch's own in-place ops do.
-
-    An inference tensor has no version, so nobody could see that it was written.
-    """
-    if torch.is_inference_mode_enabled():
-        return
-    several = [changed] if isinstance(changed, Tensor) else changed
-    if any(map(Tensor.is_inference, several)):  # the fastest for many layers
-        at = [tensor.is_inference() for tensor in several].index(True)
-        name = operand if isinstance(changed, Tensor) else f"{operand}[{at}]"
-        raise RuntimeError(
-            f"torch_kvswap::{op}: {name} is an inference tensor, which can be written only in "
-            "torch.inference_mode(); call the op in that mode, or allocate the tensor outside of it"
-        )
-
-
-def _check_no_leaf(tensor: Tensor) -> None:
-    """Raises the errors of PyTorch's own in-place ops (check_inplace), with the same text."""
-    if not tensor.requires_grad:
-        return
-    if tensor.is_leaf:
-        raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation."
-        )
-    if tensor._is_view() and tensor._base is not None and tensor._base.is_leaf:
-        raise RuntimeError(
-            "a view of a leaf Variable that requires grad is being used in an in-place operation."
-        )
-
-
-def _register_write(name: str, written: int | str) -> None:
-    """Registers an op's fake, and the kernel that tells autograd that the op writes an operand.
-
-    That kernel is in Python, and takes most of the time of a small call. PyTorch's stable ABI can
-    register a C++ kernel for this key, but such a kernel has no way to call those of the keys below
-    it: torch_call_dispatcher starts at the first key again. PyTorch's own C++ kernel for this key
-    counts only tensors that an op returns. The kernels of the devices run too late to count:
-    the tensors of tensor subclasses, of dispatch modes and of compilers never reach them.
-
-    Args:
-        name (str): the op, with its overload if it has one.
-        written (int | str): position or name of the operand that the op writes.
-    """
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(_torch.ops.torch_kvswap, packet), overload or "default")
-    operand = op._schema.arguments[written].name if isinstance(written, int) else written
-
-    def count_version(keys: Any, *operands: Any, **named: Any) -> None:
-        changed = operands[written] if isinstance(written, int) else named[written]
-        _check_no_inference(name, operand, changed)
-        if torch.is_grad_enabled():
-            for tensor in [changed] if isinstance(changed, Tensor) else changed:
-                _check_no_leaf(tensor)
-        torch.autograd.graph.increment_version(changed)
-        op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *operands, **named)
-
-    _library.impl(name, count_version, "ADInplaceOrView", with_keyset=True)
-    fake = partial(_fake_write, f"torch_kvswap::{name}")
-    _torch.library.register_fake(f"torch_kvswap::{name}", fake, lib=_library)
-
-
-_check_torch()
-_register_write("swap_blocks", written=1)
-_register_write("swap_kv_blocks", written=1)
-_register_write("expand_block_ids.out", written="out")
+for _name in ("swap_blocks", "swap_kv_blocks", "expand_block_ids.out"):
+    _qualified = f"torch_kvswap::{_name}"
+    _torch.library.register_fake(_qualified, partial(_fake_write, _qualified), lib=_library)
 _torch.library.register_fake("torch_kvswap::expand_block_ids", _fake_expand, lib=_library)
 if is_native("cuda"):
     native.register_cuda_ops()
@@ -194,6 +109,27 @@ def _check(tensors: dict[str, object], integers: dict[str, object] | None = None
     for name, operand in (integers or {}).items():
         if not isinstance(operand, SupportsIndex):  # numpy's integers and torch.SymInt are
             raise TypeError(f"{name} is {kind_of(operand)}; it must be an integer")
+
+
+def _announce_write(op: str, name: str, written: Tensor | Sequence[Tensor]) -> None:
+    """Tells autograd of a write, so that a backward pass that needs the old values raises.
+
+    Not done by the kernels, because they never see the tensors of a compiler, a dispatch mode or a
+    tensor subclass.
+
+    Raises:
+        RuntimeError: a tensor requires grad, and grad mode is enabled.
+    """
+    torch.autograd.graph.increment_version(written)
+    if not torch.is_grad_enabled():
+        return
+    for i, tensor in enumerate([written] if isinstance(written, Tensor) else written):
+        if tensor.requires_grad:
+            at = name if isinstance(written, Tensor) else f"{name}[{i}]"
+            raise RuntimeError(
+                f"torch_kvswap::{op}: {at} requires grad, but the op has no gradient; call it "
+                f"under torch.no_grad(), or pass {at}.detach()"
+            )
 
 
 def _refuse_other_devices() -> None:
@@ -223,10 +159,9 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     On devices other than the CPU and CUDA, PyTorch's own operations gather the blocks, copy them
     and scatter them, 32 MiB at a time.
 
-    Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
-    grad. Gradients of ``dst`` are passed on as if the call had not written it. Informing autograd
-    takes more than half of a small call. To avoid it, create the tensors and call the op in
-    ``torch.inference_mode()``; outside of that mode such tensors cannot be written.
+    Not differentiable: ``src`` gets no gradient, a ``dst`` that requires grad is refused unless
+    grad mode is disabled, and a backward pass that needs overwritten values raises.
+    ``torch.ops.torch_kvswap.swap_blocks`` has neither check.
 
     Args:
         src (Tensor): blocks along dimension 0, on any device whose tensors have an address. Blocks
@@ -249,6 +184,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     ):
         tensors = {"src": src, "dst": dst, "block_mapping": block_mapping}
         _check(tensors, {"block_size_in_bytes": block_size_in_bytes})
+    _announce_write("swap_blocks", "dst", dst)
     torch.ops.torch_kvswap.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
 
 
@@ -257,7 +193,7 @@ def swap_kv_blocks(
 ) -> None:
     """Copies the same blocks between all layers of two caches in one call.
 
-    Streams, threads and errors are those of :func:`swap_blocks`.
+    Streams, threads, errors and autograd are as in :func:`swap_blocks`.
 
     Args:
         src (Sequence[Tensor]): one tensor per layer, all on one device, each as in
@@ -274,6 +210,9 @@ def swap_kv_blocks(
             raise TypeError(
                 f"{name} is {kind_of(layers)}; pass a list with a tensor for each layer"
             )
+        if not all(isinstance(layer, Tensor) for layer in layers):
+            _check({f"{name}[{i}]": layer for i, layer in enumerate(layers)})
+    _announce_write("swap_kv_blocks", "dst", dst)
     torch.ops.torch_kvswap.swap_kv_blocks(src, dst, src_block_ids, dst_block_ids)
 
 
@@ -358,14 +297,17 @@ def expand_block_ids(
         and isinstance(block_size_factor, int)
         and isinstance(skip_count, int)
         and isinstance(count, int | None)
+        and (out is None or isinstance(out, Tensor))
     ):
+        tensors = {"block_ids": block_ids} | ({} if out is None else {"out": out})
         integers = {"block_size_factor": block_size_factor, "skip_count": skip_count}
-        _check({"block_ids": block_ids}, integers | ({} if count is None else {"count": count}))
+        _check(tensors, integers | ({} if count is None else {"count": count}))
     if out is None:
         result: Tensor = torch.ops.torch_kvswap.expand_block_ids(
             block_ids, block_size_factor, skip_count, count
         )
         return result
+    _announce_write("expand_block_ids", "out", out)
     torch.ops.torch_kvswap.expand_block_ids.out(
         block_ids, block_size_factor, skip_count, count, out=out
     )

@@ -254,14 +254,18 @@ def test_what_is_no_integer_of_an_op_is_named() -> None:
                 with pytest.raises(TypeError, match=f"^{name} is {kind}; it must be an integer$"):
                     op(*operands, **{**given, **valid, name: value})
             op(*operands, **{**given, **valid, name: np.int64(8)})
+    with pytest.raises(TypeError, match=r"^out is a list; it must be a tensor$"):
+        ops.expand_block_ids(ids, 1, out=[0])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^is_src_access_order_any is 'yes'; it must be True or"):
         ops.swap_blocks_batch(ids, ids, ids, "yes")  # type: ignore[arg-type]
 
 
-def test_a_tensor_is_no_list_of_layers() -> None:
+def test_a_list_has_a_tensor_for_each_layer() -> None:
     ids = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"^dst is a Tensor; pass a list with a tensor for each"):
         ops.swap_kv_blocks([torch.zeros(4, 4)], torch.zeros(4, 4), ids, ids)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^dst\[1\] is None; it must be a tensor$"):
+        ops.swap_kv_blocks([ids, ids], [ids, None], ids, ids)  # type: ignore[list-item]
 
 
 def test_relays_are_a_list() -> None:

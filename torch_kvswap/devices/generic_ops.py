@@ -58,7 +58,7 @@ def expand_block_ids_out(
     """The kernel of the op `expand_block_ids.out`."""
     operands = block_ids, block_size_factor, skip_count, count
     outputs = _check(_ops._check_expand_block_ids, *operands, out)
-    out.data.copy_(_expand(block_ids, block_size_factor, skip_count, outputs))
+    out.detach().copy_(_expand(block_ids, block_size_factor, skip_count, outputs))
 
 
 def _check(op: Callable[..., Any], *operands: Any) -> Any:
@@ -91,9 +91,8 @@ def _copy_blocks(
         return
     word_bytes = math.gcd(8, *(alignment(tensor, 0) for pair in pairs for tensor in pair))
     word = WORDS[word_bytes]
-    # .data hides these writes from autograd: the op has counted them already.
-    sources = [as_words(tensor.data, 0, word) for tensor, _ in pairs]
-    targets = [as_words(tensor.data, 0, word) for _, tensor in pairs]
+    sources = [as_words(tensor, 0, word) for tensor, _ in pairs]
+    targets = [as_words(tensor, 0, word) for _, tensor in pairs]
     is_one_device = sources[0].device == targets[0].device
     ids = torch.stack((src_block_ids, dst_block_ids))
     src_ids = send_ids(ids, sources[0].device)

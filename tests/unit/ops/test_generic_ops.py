@@ -65,6 +65,15 @@ def test_just_the_mapped_bytes_move_through_bounded_memory(
     assert max(allocated) <= max(limit, block_bytes)
 
 
+def test_inference_tensors_are_written_in_every_mode():
+    with torch.inference_mode():
+        dst, out = torch.zeros(4, 2), torch.zeros(2, dtype=torch.int64)
+    generic(OPS.swap_blocks.default, torch.ones(4, 2), dst, 8, torch.tensor([[0, 1]]))
+    generic(OPS.expand_block_ids.out, torch.tensor([3]), 2, out=out)
+    assert dst.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+    assert out.tolist() == [6, 7]
+
+
 def wrong_swaps():
     src, dst, ids = torch.zeros(4, 8), torch.zeros(6, 8), torch.tensor([0, 1])
     one = torch.tensor([[0, 1]])
