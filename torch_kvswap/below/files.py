@@ -73,7 +73,9 @@ class FileStore(PageStore):
             with self._folder() as folder, self._made("formats", folder) as formats:
                 others = sorted(os.listdir(formats))
                 if f"{name}.json" not in others:
-                    self._write_description(folder, formats, f"{name}.json", description)
+                    text = memoryview(page_text(description).encode())
+                    with self._made(_UNFINISHED, folder) as unfinished:
+                        self._write(formats, unfinished, f"{name}.json", memoryview(b""), text)
                 different = (_difference(other, formats, description) for other in others)
                 first = next(filter(None, different), None)
         except OSError as error:
@@ -88,18 +90,6 @@ class FileStore(PageStore):
                 "%s has pages of %s that this engine cannot use: %s; it finds only pages as in %s",
                 *(self._path, description["model"], first, f"{self._path}/formats/{name}.json"),
             )
-
-    def _write_description(
-        self, folder: int, formats: int, name: str, description: Mapping[str, Any]
-    ) -> None:
-        with self._made(_UNFINISHED, folder) as unfinished:
-            written = f"{self._names}{next(self._files)}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
-            with open(os.open(written, flags, 0o600, dir_fd=unfinished), "w") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # see _write()
-                file.write(page_text(description))
-                file.flush()
-                os.rename(written, name, src_dir_fd=unfinished, dst_dir_fd=formats)
 
     def __str__(self) -> str:
         return f"file:{self._path}"
