@@ -194,22 +194,33 @@ class PyBlockManager {
   }
 
   template <bool kForCache>
-  nb::object lookup(nb::handle keys, nb::handle again) {
-    const bool is_again = read_switch("again", again);
+  nb::object lookup(nb::handle keys, nb::handle again, nb::handle hold) {
+    const bool is_again = read_switch("again", again), holds = read_switch("hold", hold);
     const ReadKeys read = read_keys(keys, kForCache);
-    const auto [found, ready, pending] =
-        busy([&](bool wait) { return manager_.lookup(read.of_groups(), is_again, wait); });
+    // All memory is taken before pages are held.
+    auto pages = new_pages(holds);
+    nb::object lease = holds ? nb::cast(Reservation()) : nb::none();
+    const prefix::Lookup of =
+        busy([&](bool wait) { return manager_.lookup(read.of_groups(), is_again, holds, wait); });
+    if (of.lease != 0) {
+      auto& made = *nb::inst_ptr<Reservation>(lease);
+      made.id = of.lease;
+      give(made, std::move(pages), read.size(), true);
+    } else {
+      lease = nb::none();
+    }
     // Lookup is a named tuple; its own constructor takes four times as long.
     auto* type = reinterpret_cast<PyTypeObject*>(python.Lookup.ptr());
     static const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-    nb::object made = nb::steal(allocate(type, 4));
+    nb::object made = nb::steal(allocate(type, 5));
     if (!made.is_valid()) throw nb::python_error();
     Py_ssize_t field = 0;
-    for (const int64_t length : {found, ready, pending, int64_t{0}}) {
+    for (const int64_t length : {of.found, of.ready, of.pending, int64_t{0}}) {
       PyObject* number = PyLong_FromLongLong(length);
       if (number == nullptr || PyTuple_SetItem(made.ptr(), field++, number) != 0)
         throw nb::python_error();
     }
+    if (PyTuple_SetItem(made.ptr(), field, lease.release().ptr()) != 0) throw nb::python_error();
     return made;
   }
 
@@ -504,11 +515,15 @@ Attributes:
   nb::class_<PyBlockManager>(module, "BlockManager")
       .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int>(), "groups"_a,
            "has_groups"_a, "policy"_a, "store_threshold"_a, "below"_a)
-      .def("lookup", &PyBlockManager::lookup<false>, "keys"_a.none(), nb::kw_only(),
-           "again"_a.none() = false,
-           nb::sig("def lookup(self, keys: " KEYS
-                   ", *, again: bool = False) -> torch_kvswap.prefix.manager.Lookup"),
-           R"(Finds the longest cached prefix.
+      .def(
+          "lookup",
+          [](PyBlockManager& self, nb::handle keys, nb::handle again) {
+            return self.lookup<false>(keys, again, Py_False);
+          },
+          "keys"_a.none(), nb::kw_only(), "again"_a.none() = false,
+          nb::sig("def lookup(self, keys: " KEYS
+                  ", *, again: bool = False) -> torch_kvswap.prefix.manager.Lookup"),
+          R"(Finds the longest cached prefix.
 
 For sliding windows and states, only the blocks needed after the prefix must be cached. Does
 not count as a use for eviction; touch() and prepare_load() do.
@@ -623,8 +638,9 @@ Raises:
       // What a prefix cache, its second tier and a server call: see PyBlockManager, and
       // prefix/manager.h.
       .def("_lookup", &PyBlockManager::lookup<true>, "keys"_a, nb::kw_only(), "again"_a = false,
-           nb::sig("def _lookup(self, keys: list[bytes], *, again: bool = False) -> "
-                   "torch_kvswap.prefix.manager.Lookup"))
+           "hold"_a = false,
+           nb::sig("def _lookup(self, keys: list[bytes], *, again: bool = False, hold: bool = "
+                   "False) -> torch_kvswap.prefix.manager.Lookup"))
       .def("_prepare_load", &PyBlockManager::hold<true, true>, "keys"_a)
       .def("_prepare_store", &PyBlockManager::reserve<prefix::Purpose::kStored, true>, "keys"_a)
       .def("_preempt", &PyBlockManager::reserve<prefix::Purpose::kPreempted, true>, "keys"_a)

@@ -397,7 +397,7 @@ int64_t BlockManager::longest_prefix(int64_t found, const std::vector<std::strin
   });
 }
 
-Lookup BlockManager::lookup(const GroupKeys* keys, bool again, bool wait) {
+Lookup BlockManager::lookup(const GroupKeys* keys, bool again, bool hold, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, false);
   std::vector<size_t> ends;
@@ -407,7 +407,17 @@ Lookup BlockManager::lookup(const GroupKeys* keys, bool again, bool wait) {
       longest_prefix(
           std::move(ends),
           [&](size_t g, size_t i) { return groups_[g].pages->is_filled(groups_[g].found[i]); }),
-      0};
+      0, 0};
+  if (hold && found.ready > 0) {
+    std::vector<Pin> pins;
+    for (uint32_t g = 0; g < groups_.size(); ++g) {
+      const auto [first, last] = needed_blocks(groups_[g], found.ready);
+      for (size_t i = first; i < last; ++i) pins.push_back({g, groups_[g].found[i], Copy::kNone});
+    }
+    found.lease = next_id();
+    for (const Pin& pin : reservations_.emplace(found.lease, std::move(pins)).first->second)
+      groups_[pin.group].pages->hold_in_place(pin.page);
+  }
   for (Group& group : groups_) {
     int64_t pending = 0;
     for (const uint32_t page : group.found) {

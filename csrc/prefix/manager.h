@@ -38,9 +38,10 @@ struct GroupKeys {
 // found: length of the longest cached prefix, in units. ready: length of the longest prefix that
 // can be loaded now, in units. pending: blocks, not units, of the keys that have a page but are not
 // ready, also those behind `found`. In a group that needs all blocks, keys behind the first missing
-// one do not count: no load can use them.
+// one do not count: no load can use them. lease: a reservation of the pages that the prefix `ready`
+// needs, on which no copy is made; 0: none.
 struct Lookup {
-  int64_t found, ready, pending;
+  int64_t found, ready, pending, lease;
 };
 
 // Some of the keys of a request and their pages, of all groups in a row, and how many each group
@@ -102,8 +103,9 @@ class BlockManager {
   // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A
   // new manager has none.
   void grow(const int64_t* ready_pages);
-  // again: a repeated lookup, which is not counted.
-  Lookup lookup(const GroupKeys* keys, bool again, bool wait);
+  // again: a repeated lookup, which is not counted. hold: with a lease, whose pages keep their
+  // places in the order of eviction.
+  Lookup lookup(const GroupKeys* keys, bool again, bool hold, bool wait);
   // The longest prefix, in units, that somebody else can complete, who has the blocks behind the
   // first `found` units for which `there`, of each group, is not 0.
   int64_t longest_prefix(int64_t found, const std::vector<std::string>& there) const;

@@ -365,6 +365,7 @@ def test_no_rejected_block_is_lost_whichever_allocation_fails(method: str) -> No
 
 
 CALLS: dict[str, Callable[[BlockManager], Any]] = {
+    "lookup": lambda manager: manager._lookup([["a", "b"]], again=True, hold=True).lease,
     "prepare_load": lambda manager: manager.prepare_load(["a", "b"]),
     "prepare_store": lambda manager: manager.prepare_store(["a", "c", "d"]),
     "preempt": lambda manager: manager.preempt(["a", "c", "d"]),

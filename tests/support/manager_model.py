@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch_kvswap.prefix.manager import Lookup
+
 
 @dataclass
 class Model:
@@ -26,10 +28,10 @@ class Model:
     def held(self) -> set[int]:
         return {page for page, count in self.holders.items() if count > 0}
 
-    def lookup(self, keys: Sequence[int]) -> tuple[int, int, int, int]:
+    def lookup(self, keys: Sequence[int]) -> Lookup:
         found = leading(key in self.page_of for key in keys)
         ready = leading(key in self.ready for key in keys)
-        return found, ready, sum(key not in self.ready for key in keys[:found]), 0
+        return Lookup(found, ready, sum(key not in self.ready for key in keys[:found]))
 
     def hold(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -340,7 +340,9 @@ class PrefixCache(NotCopyable):
         """The host pools, one per layout."""
         return self._handler.pools
 
-    def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
+    def lookup(
+        self, keys: Keys | Sequence[Keys], *, again: bool = False, hold: bool = False
+    ) -> Lookup:
         """Finds the longest cached prefix in host memory.
 
         A second tier is asked for missing keys in the background: `asking` counts them until poll()
@@ -348,13 +350,15 @@ class PrefixCache(NotCopyable):
 
         Args:
             keys, again: see BlockManager.lookup().
+            hold (bool): what is `ready` is not evicted as long as `lease` lives. A load() finds it
+                unless the manager is reset, a server is lost, or another load of it fails.
 
         Raises:
             RuntimeError: the prefix cache or one of its pools is closed, or the device is lost.
         """
         self._handler._native.check_open()
         group_keys = self._reader.read_keys(keys)
-        found = self.manager._lookup(group_keys, again=again)
+        found = self.manager._lookup(group_keys, again=again, hold=hold)
         return found if self._below is None else self._below.ask(found, group_keys)
 
     def load(

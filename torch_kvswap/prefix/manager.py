@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex, get_args
 
+from torch_kvswap._C import Reservation
 from torch_kvswap._native.arguments import (
     INT64_MAX,
     UINT32_MAX,
@@ -44,12 +45,15 @@ class Lookup(NamedTuple):
             them.
         asking (int): keys after `found` that the second tier of a PrefixCache is being asked for.
             If it is not 0, a lookup after a later poll() may find more.
+        lease (Reservation | None): of PrefixCache.lookup(hold=True): keeps the blocks that the
+            prefix `ready` needs on the host until its let_go(), or until it is dropped.
     """
 
     found: int
     ready: int
     pending: int
     asking: int = 0
+    lease: Reservation | None = None
 
 
 def needed_blocks(groups: Sequence[BlockGroup], prefix: int) -> list[range]:

@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 18
+VERSION = 19
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
@@ -66,7 +66,7 @@ class Op(IntEnum):
 class Ask(IntEnum):
     """What ASK does."""
 
-    LOOK = 0  # holds nothing. Answer: a Lookup
+    LOOK = 0  # holds what is `ready`, unless the number is 0. Answer: a Lookup
     AGAIN = 1  # the same, for a lookup that was counted before
     HOLD = 2  # holds the keys that are ready. Answer: the KeyState of each key, or its page
     LOAD = 3  # holds all keys, or none; this is a use. Answer: for each key its page, or nothing

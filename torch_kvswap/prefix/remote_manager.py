@@ -20,8 +20,6 @@ from torch_kvswap.prefix.protocol import Ask, Op, pack, pack_keys
 from torch_kvswap.prefix.remote_pools import RemotePools
 from torch_kvswap.prefix.session import RemoteReservation, Session
 
-_NOTHING = Lookup(0, 0, 0)
-
 
 class RemoteManager(NotCopyable):
     """The index of a server, which other engines change, too: `manager` of PrefixCache.connect().
@@ -90,11 +88,16 @@ class RemoteManager(NotCopyable):
 
     # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
 
-    def _lookup(self, keys: list[bytes], *, again: bool = False) -> Lookup:
-        """See BlockManager.lookup()."""
-        how = Ask.AGAIN if read_switch("again", again) else Ask.LOOK
-        answer = self._session.ask(pack_keys(Op.ASK, [how, 0], keys))
-        return _NOTHING if answer is None else Lookup(*answer)
+    def _lookup(self, keys: list[bytes], *, again: bool = False, hold: bool = False) -> Lookup:
+        """See PrefixCache.lookup()."""
+        session, how = self._session, Ask.AGAIN if read_switch("again", again) else Ask.LOOK
+        lease = session.reserve(is_load=True, is_lease=True) if read_switch("hold", hold) else None
+        message = pack_keys(Op.ASK, [how, 0 if lease is None else lease.id], keys)
+        found, ready, pending, asking = session.ask(message) or (0, 0, 0, 0)
+        if lease is not None and not ready:
+            session.drop(lease)
+            lease = None
+        return Lookup(found, ready, pending, asking, lease)
 
     def _prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""

@@ -463,12 +463,16 @@ class PageServer:
         how, number, *counts = numbers.tolist()
         of_groups = self._keys(counts, data)
         if how in (Ask.LOOK, Ask.AGAIN):
-            session.answer(self._look(of_groups, how == Ask.AGAIN))
+            found = self._look(of_groups, again=how == Ask.AGAIN, hold=bool(number))
+            if found.lease is not None:
+                self._keep(session, number, found.lease)
+            session.answer(found[:4])
         else:
             session.answer(self._hold(session, number, Ask(how), of_groups))
 
-    def _look(self, of_groups: list[bytes], again: bool) -> Lookup:
-        found, tier = self._manager._lookup(of_groups, again=again), self._pages.tier
+    def _look(self, of_groups: list[bytes], again: bool, hold: bool = False) -> Lookup:
+        tier = self._pages.tier
+        found = self._manager._lookup(of_groups, again=again, hold=hold)
         return found if tier is None else tier.ask(found, of_groups)
 
     def _hold(self, session: _Session, number: int, how: Ask, of_groups: list[bytes]) -> array[int]:

@@ -111,7 +111,7 @@ class Tier:
 
     Threads call the store and compare checksums. The scheduler's threads call ask(), poll() and
     wait(), which call no store. Lookups find what was read after poll(). The pages for it are taken
-    at any time: a block that a lookup has found may be evicted before its load.
+    at any time: a block that a lookup has found, but does not hold, may be evicted before its load.
 
     Memory that the store uses is held: pages to write there, and pages to fill from there. Their
     reservations end when all calls have returned, however late.
@@ -197,7 +197,7 @@ class Tier:
                 # _find() waits for the lock. Submitted first, it misses no ask if Ctrl-C comes.
                 self._reads.submit(partial(self._find, ask))
                 self._asking[identity] = ask
-        return Lookup(found.found, found.ready, found.pending, ask.count)
+        return found._replace(asking=ask.count)
 
     def poll(self, some_ended: bool) -> None:
         """Enters pages that were read, and ends what has run out of time.

@@ -29,6 +29,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.below import threads
 from torch_kvswap.below.files import FileStore
 from torch_kvswap.prefix import BlockGroup, tier
+from torch_kvswap.prefix.manager import Lookup
 
 __all__ = ["server"]
 
@@ -96,18 +97,20 @@ def test_a_lookup_asks_once_until_a_poll(store: MemoryStore, reader: Engine) -> 
     store.held = {"exists"}
     keys = list(map(key_of, PROMPT))
     for again in (False, True):
-        assert reader.prefixes.lookup(keys, again=again) == (0, 0, 0, len(PROMPT))
+        assert reader.prefixes.lookup(keys, again=again) == Lookup(0, 0, 0, len(PROMPT))
     assert in_time(lambda: len(store.waiting) == 1)
     store.held = {"get"}
     store.waiting.popleft()()
     assert in_time(lambda: len(store.waiting) == 4)
-    assert reader.prefixes.lookup(keys) == (8, 0, 8, 0), "they have pages, and wait for their bytes"
+    assert reader.prefixes.lookup(keys) == Lookup(8, 0, 8), (
+        "they have pages, and wait for their bytes"
+    )
     assert reader.prefixes.load(keys, list(range(8))) is None
     store.release()
     assert in_time(lambda: len(reader.tier._answered) == 1)
     assert reader.prefixes.lookup(keys).ready == 0, "only poll() changes what a lookup finds"
     reader.prefixes.poll()
-    assert reader.prefixes.lookup(keys) == (8, 8, 0, 0)
+    assert reader.prefixes.lookup(keys) == Lookup(8, 8, 0)
     assert store.calls == ["exists", *["get"] * 4]
 
 
@@ -648,7 +651,7 @@ def test_a_hung_read_keeps_its_pages(
         reader.prefixes.lookup(keys)
         assert in_time(lambda: len(store.waiting) == calls)
         reader.prefixes.poll()
-        assert reader.prefixes.lookup(keys) == (0, 0, 0, 0)
+        assert reader.prefixes.lookup(keys) == Lookup(0, 0, 0)
     assert messages == ["reading from MemoryStore pauses for 1 s: no answer within 0 s"]
     assert (reader.stats.failed, reader.stats.hung) == (8, calls)
     written = 8 if operation == "get" else 0  # the store may still write these pages
@@ -842,7 +845,7 @@ def test_a_store_that_no_tier_takes_is_closed(
 def test_without_a_store_nothing_is_below() -> None:
     layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
     with PrefixCache(layout, HostPool(layout, 4)) as prefixes:
-        assert prefixes.lookup(["a"]) == (0, 0, 0, 0)
+        assert prefixes.lookup(["a"]) == Lookup(0, 0, 0)
         with pytest.raises(RuntimeError, match="no second tier"):
             prefixes.below_stats()
         prefixes.poll()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from torch_kvswap.prefix.block_groups import BlockGroup, unit_tokens
 from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, hash_key
-from torch_kvswap.prefix.manager import BlockManager, BlockStats
+from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 
 
 def stored(manager, keys):
@@ -154,9 +154,9 @@ def test_a_prefix_ends_where_all_groups_are_ready():
     manager.complete(manager.prepare_store([full, window[2:4] + window[14:], [state[0], state[2]]]))
     assert manager.lookup([full, window, state]).found == 1
     running = manager.prepare_store([[], window[10:12], []])
-    assert manager.lookup([full, window, state]) == (3, 1, 2, 0)
+    assert manager.lookup([full, window, state]) == Lookup(3, 1, 2)
     manager.complete(running)
-    assert manager.lookup([full, window, state]) == (3, 3, 0, 0)
+    assert manager.lookup([full, window, state]) == Lookup(3, 3, 0)
     assert [manager.stats(group).hits for group in range(3)] == [2 + 2 + 6, 2 + 2 + 2, 1 + 1 + 1]
 
 
@@ -253,6 +253,21 @@ def test_hold_takes_what_is_ready_without_use():
     manager.complete(held)
     # The end of a prompt is evicted first, also if it was held.
     assert manager.prepare_store([["n"], []]).pages[0].tolist() == held.pages[0].tolist()
+
+
+def test_a_lookup_holds_what_its_prefix_needs():
+    manager = BlockManager([BlockGroup(3, 16), BlockGroup(3, 16, is_state=True)])
+    keys = [["a", "b", "c"], ["x", "y", "z"]]
+    manager.complete(manager.prepare_store(keys))
+    assert manager._lookup([["n"], ["n"]], hold=True).lease is None
+    found = manager._lookup([["a", "b", "c", "d"], ["x", "y", "z", "n"]], hold=True)
+    assert manager.prepare_store([["n"], []]) is None
+    assert manager.prepare_store([[], ["l", "m", "n"]]) is None
+    manager.complete(manager.prepare_store([[], ["m", "n"]]))
+    assert manager._lookup(keys, again=True) == Lookup(3, 3, 0)
+    assert found.lease.let_go()
+    assert manager.stats().loaded == 0
+    assert manager.prepare_store([["n"], []]).pages[0].tolist() == [2], "the order has not changed"
 
 
 def test_errors_say_what_was_wrong():
@@ -543,9 +558,9 @@ def test_promoted_blocks_are_pending_then_ready() -> None:
     manager = BlockManager(4, store_threshold=2, below_policy="all")
     promotion = manager._promote([["a", "b"]], manager.resets)
     assert promotion is not None
-    assert manager.lookup(["a", "b"]) == (2, 0, 2, 0)
+    assert manager.lookup(["a", "b"]) == Lookup(2, 0, 2)
     manager.complete(promotion, rejected=[1])
-    assert manager.lookup(["a", "b"]) == (1, 1, 0, 0)
+    assert manager.lookup(["a", "b"]) == Lookup(1, 1, 0)
     assert (manager.stats().promoted, manager.stats().stored, manager.stats().failed) == (1, 0, 1)
     assert due(manager, "a") == ""
     assert manager._promote([list("abcde")], manager.resets) is None
@@ -561,7 +576,7 @@ def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
     assert (manager.stats().free_pages, manager.prepare_store(list("vwx"))) == (2, None)
     again = manager._promote([["a", "b"]], manager.resets)
     manager.complete(promotion)
-    assert manager.lookup(["a", "b"]) == (2, 0, 2, 0), "those that came later wait for their own"
+    assert manager.lookup(["a", "b"]) == Lookup(2, 0, 2), "those that came later wait for their own"
     manager.complete(again)
     assert manager.lookup(["a", "b"]).ready == 2
     with pytest.raises(ValueError, match="has ended before"):

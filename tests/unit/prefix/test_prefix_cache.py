@@ -24,6 +24,7 @@ from simulated_driver import Driver, cache, place, simulated
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PrefixCache, PrefixHasher, Result
 from torch_kvswap.prefix import BlockGroup
+from torch_kvswap.prefix.manager import Lookup
 from torch_kvswap.reference import ReferenceHandler
 
 
@@ -670,7 +671,7 @@ def test_only_blocks_that_overflow_are_forgotten():
         prefixes.store(keys, [0, 1, 2, 3])
         (result,) = prefixes.poll()
         assert (result.ok, result.rejected) == (False, (2,))
-        assert prefixes.lookup(keys) == (2, 2, 0, 0)  # not past the block that is missing
+        assert prefixes.lookup(keys) == Lookup(2, 2, 0)  # not past the block that is missing
         stats = prefixes.manager.stats()
         assert (stats.stored, stats.failed, stats.idle_pages, stats.free_pages) == (3, 1, 3, 3)
         prefixes.load(keys, [8, 9, 10, 11], prefix=2).synchronize()
@@ -690,7 +691,7 @@ def test_missing_blocks_of_a_load_are_forgotten():
         prefixes.load(["a", "b", "c"], [8, 9, 10])
         (result,) = prefixes.poll()
         assert (result.direction, result.rejected) == ("load", (1,))
-        assert prefixes.lookup(["a", "b", "c"]) == (1, 1, 0, 0)
+        assert prefixes.lookup(["a", "b", "c"]) == Lookup(1, 1, 0)
         assert cache.bytes_of(10) == cache.bytes_of(2)
         assert prefixes.manager.stats().idle_pages == 2
 
@@ -720,4 +721,4 @@ def test_rejected_blocks_of_each_group_are_forgotten():
         (result,) = prefixes.poll()
         assert result.rejected == (2, 4)
         assert [prefixes.manager.stats(group).failed for group in range(2)] == [1, 1]
-        assert prefixes.lookup([["a", "b"], ["s", "t"]]) == (1, 1, 0, 0)
+        assert prefixes.lookup([["a", "b"], ["s", "t"]]) == Lookup(1, 1, 0)

@@ -165,6 +165,23 @@ def test_a_preemption_keeps_its_pages_until_resumed(path: str) -> None:
         assert other.hold("e") is not None
 
 
+def test_other_engines_evict_nothing_that_a_lookup_holds(path: str) -> None:
+    with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
+        keys = list(map(key_of, "abcd"))
+        assert engine.prefixes.lookup(keys, hold=True) == Lookup(0, 0, 0)
+        engine.compute("abcd")
+        lookups = [engine.prefixes.lookup(keys[:count], hold=True) for count in (2, 4)]
+        for found in lookups:
+            assert other.hold("wxyz") is None
+            assert engine.load("abcd") == 4
+            assert found.lease is not None
+            assert found.lease.let_go()
+            assert not found.lease.let_go()
+        engine.prefixes.poll()
+        assert engine.pages.loaded == 8
+        assert other.hold("wxyz") is not None
+
+
 @pytest.mark.parametrize("options", [{"verify": "load"}, {"encoding": "lossless"}, {}])
 def test_pages_are_as_the_engines_want_them(options: Any, path: str) -> None:
     def make() -> tuple[torch.Tensor, PrefixCache]:

@@ -347,6 +347,7 @@ def test_an_interrupted_call_reserves_nothing(
 CALLS: dict[str, Callable[[ServedEngine], object]] = {
     "store": lambda engine: engine.hold("ab"),
     "load": lambda engine: engine.prefixes.load(KEYS[4:6], [32, 33]),
+    "lookup": lambda engine: engine.prefixes.lookup(KEYS[4:6], hold=True).ready,
     "preempt": lambda engine: engine.prefixes.preempt(KEYS[6:8], [2, 3]),
 }
 

@@ -11,10 +11,12 @@ import torch
 from below_engine import bytes_of, key_of
 from served_engine import ServedEngine, serving
 
+from torch_kvswap.prefix.manager import Lookup
+
 PROMPTS = ["abcde", "abcfg", "abhij", "klmno", "klpqr", "stuvw"]
 PAGES, ENGINES, STEPS = 10, 3, 400
 
-KINDS = [*["store", "load"] * 2, "preempt", "resume", "poll"]
+KINDS = [*["store", "load"] * 2, "hold", "preempt", "resume", "poll"]
 
 
 class RandomEngine(ServedEngine):
@@ -25,6 +27,7 @@ class RandomEngine(ServedEngine):
         self.rng = rng
         self.loads: list[tuple[Any, list[bytes], list[int]]] = []  # to be checked
         self.preempted: list[tuple[Any, list[bytes]]] = []
+        self.found: tuple[Lookup, list[bytes], int] | None = None  # with a lease
         self.checked = 0
 
     def take(self, count: int) -> list[int]:
@@ -57,11 +60,15 @@ class RandomEngine(ServedEngine):
                 self.prefixes.store(keys, blocks)
             elif len(self.preempted) < 2 and (held := self.prefixes.preempt(keys, blocks)):
                 self.preempted.append((held, keys))
+        elif kind == "hold":
+            self.found = self.prefixes.lookup(keys, hold=True), keys, self.session.resets
         elif kind == "load":
-            ready = self.prefixes.lookup(keys).ready
-            blocks = self.take(len(keys))
+            found, keys, resets = self.found or (self.prefixes.lookup(keys), keys, 0)
+            blocks, ready, self.found = self.take(len(keys)), found.ready, None
             if ready and (job := self.prefixes.load(keys, blocks, ready)):
                 self.loads.append((job, keys[:ready], blocks[:ready]))
+            elif ready:
+                assert found.lease is None or resets != self.session.resets
         elif kind == "poll":
             assert all(result.ok for result in self.prefixes.poll())
         elif self.preempted:
@@ -99,6 +106,7 @@ def run(path: str, seed: int) -> int:
                 engine.check(load)
             for held, _ in engine.preempted:
                 engine.prefixes.release(held)
+            engine.found = None
             engine.prefixes.poll()
         for engine in engines:
             engine.until(lambda engine=engine: engine.is_served)  # type: ignore[misc]
