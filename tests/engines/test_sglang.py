@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from patience import in_time
+from patience import PATIENCE, in_time
 from processes import Process
 from sglang_engine import (
     LAYERS,
@@ -28,6 +30,8 @@ from sglang_engine import (
     swa_pool,
 )
 
+from torch_kvswap.below import threads
+from torch_kvswap.below.files import FileStore
 from torch_kvswap.integrations import sglang as door
 from torch_kvswap.integrations.sglang import KVSwapLinker
 
@@ -237,6 +241,52 @@ def test_engines_find_the_pages_of_a_server(tmp_path: Path) -> None:
         assert engines[1].serve(PROMPT) == (0, True)
         for engine in engines:
             engine.cache.release_host_resources()
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["", "control"])
+def test_a_step_loads_what_its_lookups_found(
+    holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile a second tier brings another prompt, for which there are too few free pages."""
+    pytest.importorskip("xxhash")
+    monkeypatch.setattr(door, "_TIER_SECONDS", PATIENCE)
+    engine = Engine(mha_pool(), below=f"file:{tmp_path}", host_bytes=8 * 1536)
+    other = [*range(30)]
+    for _ in range(2):  # a second tier gets what is used again
+        engine.serve(other)
+        engine.forget_gpu()
+    assert in_time(lambda: engine.step() or engine.linker.cache.below_stats().written == 7)
+    engine.serve(PROMPT)
+    engine.forget_gpu()
+    cache = engine.linker.cache
+    lookup = cache.lookup
+    cache.lookup = lambda keys, again=False, hold=True: lookup(keys, again=again, hold=holds)
+    requests = [engine.admit(PROMPT), engine.admit(other)]
+    assert engine.launch(*requests) == ([True] * 2 if holds else [False] * 2)
+    assert engine.finish(*requests) == ([] if holds else requests)
+    engine.cache.release_host_resources()
+
+
+def test_the_lookups_of_a_step_wait_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xxhash")
+    answers, slept = threading.Event(), list[float]()
+    monkeypatch.setattr(FileStore, "exists", lambda _, keys: [not answers.wait()] * len(keys))
+    monkeypatch.setattr(threads, "DEADLINE", PATIENCE)
+    clock = SimpleNamespace(monotonic=lambda: 1 + sum(slept), sleep=slept.append)
+    monkeypatch.setattr(door, "time", clock)
+    linker = linker_of(mha_pool(), {FULL}, below=f"file:{tmp_path}")
+    for step in (1, 2):
+        for request in (1, 2, 3, 3):
+            prompt = [PoolTransfer(name=PoolName.KV, keys=hashes_of([step, request, 0, 0]))]
+            assert linker.lookup(f"{step} {request}", prompt) == []
+            assert sum(slept) == pytest.approx(step * door._TIER_SECONDS, abs=0.002)
+        linker.num_completed_offloads()
+    linker.lookup("1 1", prompt)  # has waited
+    assert sum(slept) == pytest.approx(2 * door._TIER_SECONDS, abs=0.002)
+    answers.set()
+    linker.close()
 
 
 def test_engines_find_the_pages_of_a_second_tier(tmp_path: Path) -> None:

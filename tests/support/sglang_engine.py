@@ -133,7 +133,7 @@ def hashes_of(tokens: Sequence[int]) -> list[str]:
 
 
 class Engine:
-    """Serves prompts one at a time: match, load, forward, insert, as SGLang's scheduler does."""
+    """Serves prompts, mostly one in a step: match, load, forward, insert, as SGLang's scheduler does."""
 
     def __init__(self, kvcache: Any, linker: Any = None, **extra: Any) -> None:
         self.kvcache, params = kvcache, make_params(kvcache, **extra.pop("params", {}))
@@ -154,7 +154,20 @@ class Engine:
         return [self.kvcache.get_key_buffer(layer)]
 
     def start(self, tokens: Sequence[int]) -> Any:
-        """Begins a request: matches its prompt, takes slots, and starts its load."""
+        """Begins a request, and starts its load."""
+        request = self.admit(tokens)
+        request.index = self.cache.ready_to_load_host_cache()
+        return request
+
+    def launch(self, *requests: Any) -> list[bool]:
+        """Starts the loads of admitted requests and runs the model; see forward()."""
+        index = self.cache.ready_to_load_host_cache()
+        for request in requests:
+            request.index = index
+        return [self.forward(request) for request in requests]
+
+    def admit(self, tokens: Sequence[int]) -> Any:
+        """Begins a request: matches its prompt, takes slots, and queues its load."""
         self.served += 1
         request = SimpleNamespace(rid=f"{self.served}", session=None, evicted=dict[Any, int]())
         request.kv = SimpleNamespace(
@@ -179,7 +192,6 @@ class Engine:
         new = -(-(len(tokens) - len(request.slots)) // PAGE) * PAGE
         request.cached = len(request.slots)
         request.slots = torch.cat([request.slots, self._take(new)])
-        request.index = self.cache.ready_to_load_host_cache()
         return request
 
     def _take(self, count: int) -> torch.Tensor:
@@ -216,21 +228,22 @@ class Engine:
                         buffer[slots[at]] = value
         return is_right
 
-    def finish(self, request: Any) -> list[Any]:
+    def finish(self, *requests: Any) -> list[Any]:
         """Ends the step. Returns the requests whose load failed."""
-        failed: list[Any] = self.cache.finish_external_linker_loads([request])
-        kept = request.matched
-        if not failed:
-            kept = len(request.tokens) // PAGE * PAGE
-            new = InsertParams(
-                key=RadixKey(array("q", request.tokens[:kept])),
-                value=request.slots[:kept].clone(),
-                prev_prefix_len=request.matched,
-                component_evicted_seqlens=request.evicted,
-            )
-            self.cache.insert(new)  # frees what the tree has already
-        self.allocator.free(request.slots[kept:])
-        self.cache.dec_lock_ref(request.last_node, request.lock)
+        failed: list[Any] = self.cache.finish_external_linker_loads(requests)
+        for request in requests:
+            kept = request.matched
+            if request not in failed:
+                kept = len(request.tokens) // PAGE * PAGE
+                new = InsertParams(
+                    key=RadixKey(array("q", request.tokens[:kept])),
+                    value=request.slots[:kept].clone(),
+                    prev_prefix_len=request.matched,
+                    component_evicted_seqlens=request.evicted,
+                )
+                self.cache.insert(new)  # frees what the tree has already
+            self.allocator.free(request.slots[kept:])
+            self.cache.dec_lock_ref(request.last_node, request.lock)
         return failed
 
     def serve(self, tokens: Sequence[int]) -> tuple[int, bool]:

@@ -42,7 +42,7 @@ _SERVED = (  # SGLang's KV cache, and the pool in it that has the keys and value
 )
 _GROUP_BYTES, _GROUPS = 2 << 20, 16  # least bytes of a layer group, and most groups of a load
 _LENGTHS = 64  # of a prefix with windows or states that the ranks compare
-_TIER_SECONDS = 0.05  # that a request waits for a second tier
+_TIER_SECONDS = 0.05  # that the requests of a step wait for a second tier, together
 
 
 @dataclass(eq=False)
@@ -93,9 +93,11 @@ class KVSwapLinker(UnifiedCacheLinker):
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self)
         self._queued = dict[str, list[Any]]()  # transfers of the next load, by request
+        self._leases = dict[str, list[Any]]()  # of what this step's lookups have found, by request
         self._loads = dict[int, kvs.Job]()  # by what SGLang calls a counter's index
         self._offloads = deque[_Offload]()
         self._waited = deque[str](maxlen=1024)  # requests that have waited for a second tier
+        self._deadline = 0.0  # of this step's waits; 0: it has not waited
         part = _describe_part(server_args, params)
         self._most_lengths = _LENGTHS if part[2] > 1 else 1
         self.cache = self._open(options, params, part)
@@ -131,24 +133,30 @@ class KVSwapLinker(UnifiedCacheLinker):
         return kvs.PrefixCache.connect(path, layouts, groups, model=part, **how)
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """The lengths of the prefix, in pages, that this rank can load."""
+        """The lengths of the prefix, in pages, that this rank can load.
+
+        No rank may refuse to load the one that all have, so the pages of each are held. SGLang
+        loads it in this step or looks it up again.
+        """
         hashes = next(one.keys for one in transfers if one.name == PoolName.KV)
         keys = [self._keys(hashes)] * len(self.pools)
-        found = self.cache.lookup(keys)
+        found = self.cache.lookup(keys, hold=True)
         if (found.asking or found.pending) and rid not in self._waited:
             self._waited.append(rid)
-            deadline = time.monotonic() + _TIER_SECONDS
-            while (found.asking or found.pending) and time.monotonic() < deadline:
+            self._deadline = self._deadline or time.monotonic() + _TIER_SECONDS
+            while (found.asking or found.pending) and time.monotonic() < self._deadline:
                 time.sleep(0.001)
                 self._poll()
-                found = self.cache.lookup(keys, again=True)
+                found = self.cache.lookup(keys, again=True, hold=True)
+        self._leases[rid] = leases = [found.lease]
         if len(keys) == 1:
             return list(range(1, found.ready + 1))
         lengths = list[int]()
         while found.ready and len(lengths) < self._most_lengths:
             lengths.insert(0, found.ready)
             keys = [of_group[: found.ready - 1] for of_group in keys]
-            found = self.cache.lookup(keys, again=True)
+            found = self.cache.lookup(keys, again=True, hold=True)
+            leases.append(found.lease)
         return lengths
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
@@ -160,9 +168,13 @@ class KVSwapLinker(UnifiedCacheLinker):
 
     def start_layer_wise_loading(self) -> int:
         """Starts the queued loads as one job, layer after layer."""
-        if not self._queued:
-            return -1
         transfers, self._queued = [*itertools.chain(*self._queued.values())], {}
+        try:
+            return self._load(transfers) if transfers else -1
+        finally:
+            self._leases.clear()
+
+    def _load(self, transfers: Sequence[Any]) -> int:
         try:
             keys, slots = self._read(transfers)
             after: Any = ()
@@ -223,7 +235,9 @@ class KVSwapLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        """SGLang asks in each step."""
+        """SGLang asks once in each step, before all lookups."""
+        self._leases.clear()
+        self._deadline = 0.0
         for one in self._offloads:
             if one.after is not None and all(event.query() for event in one.after[:1]):
                 after, one.after = one.after, None
@@ -255,6 +269,7 @@ class KVSwapLinker(UnifiedCacheLinker):
 
     def _quiesce(self) -> None:
         self._queued.clear()
+        self._leases.clear()
         with contextlib.suppress(kvs.TransferError):
             self.cache.synchronize()
         self._poll()
