@@ -289,18 +289,18 @@ class PrefixCache(NotCopyable):
         served = RemotePools(layouts, how)
         session = Session(path, cache, served)
         session.join()
-        made = cls.__new__(cls)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(served.close)
+            undo.callback(session.close)
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
+            made = cls.__new__(cls)
             made.manager = RemoteManager(session, served, of_layers if is_list else 1)
             made._are_ready = True
             made._open(of_handler, of_layers, copy_method, staging_bytes, relays)
-        except BaseException:
-            session.close()
-            served.close()
-            raise
-        served.handler = made._handler
-        session.start()
+            undo.callback(made._handler.close)
+            served.handler = made._handler
+            session.start()
+            undo.pop_all()
         weakref.finalize(made, _close_served, made._handler, made.manager)
         return made
 

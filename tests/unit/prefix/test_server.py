@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torch_kvswap.prefix import BlockGroup, session
 from torch_kvswap.prefix.manager import Lookup
 from torch_kvswap.prefix.protocol import Op, Outcome, pack
 from torch_kvswap.prefix.server import PageServer
+from torch_kvswap.prefix.session import Session
 
 PROMPT = list("abcdefgh")
 
@@ -620,6 +622,18 @@ def test_a_tier_without_threads_leaves_none(
         with ServedEngine(path) as engine:
             engine.compute("a")
     assert in_time(lambda: len(closed) == 1)
+
+
+def test_a_connection_without_a_thread_leaves_no_session(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    layout = PagedLayout([torch.zeros(8, PAGE_BYTES, dtype=torch.uint8)])
+    with serving(path) as server:
+        # The mock keeps the error, whose traceback has a reference to all that was made.
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            PrefixCache.connect(path, layout, model="m")
+        assert in_time(lambda: not server._sessions)
 
 
 def test_below_policy_of_a_server_needs_below(tmp_path: Path) -> None:
