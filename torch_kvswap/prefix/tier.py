@@ -8,7 +8,6 @@ import operator
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +79,7 @@ class _Ask:
         rejected (list[int]): group and page of each page that did not come.
         absent (list[bytes]): keys that the store lacks. They count as absent from the poll() on
             that has the answer: however slow a step is, its lookups do not ask again.
+        is_answered (bool): all of it has come that will.
         is_over (bool): lookups are told that nothing is there.
     """
 
@@ -88,7 +88,7 @@ class _Ask:
     ) -> None:
         self.keys, self.units, self.missed, self.identity = keys, units, missed, identity
         self.count = sum(map(len, missed)) // KEY_BYTES
-        self.is_over = False
+        self.is_answered = self.is_over = False
         self.reservation: Reservation | None = None
         self.left, self.rejected, self.absent = 0, list[int](), list[bytes]()
         self.resets = resets
@@ -154,7 +154,6 @@ class Tier:
         self._waiters: list[threading.Lock] = []  # locked until an ask was answered
         self._asking: dict[bytes, _Ask] = {}  # by identity
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
-        self._answered: deque[_Ask] = deque()  # all of it has come that will
         self._writing = [0] * len(pools)  # pages in flight
         self._damaged = self._written = self._failed = 0
 
@@ -214,20 +213,13 @@ class Tier:
             return
         now = time.monotonic()
         with self._lock:
-            while self._answered:  # each is taken when it has ended: Ctrl-C may come in between
-                answered = self._answered[0]
-                if answered.reservation is not None:
-                    self._mark_written(answered.reservation.pages)  # nobody finds rejected ones
-                    answered.reservation._end(Outcome.DONE, answered.rejected)
-                for key in answered.absent:
-                    self._note_absent(key)
-                self._asking.pop(answered.identity, None)
-                self._answered.popleft()
             late = self._reads.find_late()
             are_all_hung = self._reads.are_all_hung  # then the others would wait for ever
             for ask in list(self._asking.values()):
+                if ask.is_answered:
+                    self._enter(ask)
                 # It is over if a call before was interrupted.
-                if are_all_hung or ask.is_over or ask in late:
+                elif are_all_hung or ask.is_over or ask in late:
                     self._give_up(ask)
             while self._absent and self._absent[oldest_key := next(iter(self._absent))] <= now:
                 del self._absent[oldest_key]
@@ -237,7 +229,7 @@ class Tier:
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:
-            if not self._asking or self._answered:
+            if not self._asking or any(ask.is_answered for ask in self._asking.values()):
                 return
             self._waiters.append(waiter)
             longest = self._reads.seconds_left + 0.001  # poll() then finds what is late
@@ -308,6 +300,16 @@ class Tier:
             self._damaged += len(corrupted)
         for group, key in corrupted:
             self._reads.submit(partial(self._delete, self._manager.resets, group, [key]))
+
+    def _enter(self, ask: _Ask) -> None:
+        """Pages with the right checksums can be loaded from now on."""
+        held = ask.reservation
+        if held is not None and held.is_held:  # else an interrupted call has entered them
+            self._mark_written(held.pages)  # nobody finds rejected ones
+            held._end(Outcome.DONE, ask.rejected)
+        for key in ask.absent:
+            self._note_absent(key)
+        self._asking.pop(ask.identity, None)
 
     def _give_up(self, ask: _Ask) -> None:
         """Tells lookups that nothing is there. What comes later is not entered."""
@@ -483,7 +485,7 @@ class Tier:
     def _answer(self, ask: _Ask) -> None:
         """The store has answered for all of it. The caller holds the lock."""
         if not ask.is_over:
-            self._answered.append(ask)
+            ask.is_answered = True
             while self._waiters:
                 self._waiters.pop().release()
             self._on_answer()

@@ -32,7 +32,7 @@ def have_answer(engine: Engine, store: MemoryStore) -> None:
     """The pages have been read, and a poll is to enter them."""
     below = engine.tier
     engine.prefixes.lookup(KEYS)
-    assert in_time(lambda: len(below._answered) == 1)
+    assert in_time(lambda: [ask.is_answered for ask in below._asking.values()] == [True])
 
 
 def hold(engine: Engine, store: MemoryStore) -> None:
