@@ -173,7 +173,7 @@ def test_what_is_missing_is_asked_for_once(
     with Engine(store) as engine:
         monkeypatch.setattr(tier, "ABSENT_SECONDS", 1000.0)
         assert engine.find(PROMPT).found == 0
-        assert engine.find(PROMPT) == (0, 0, 0, 0)
+        assert engine.find(PROMPT) == Lookup(0, 0, 0)
         assert store.calls == ["exists"]
         now = time.monotonic
         monkeypatch.setattr(tier.time, "monotonic", lambda: now() + 2000)
@@ -217,7 +217,7 @@ def test_each_group_reads_what_the_prefix_needs(tmp_path: Path) -> None:
         missing.unlink()
     tensors, reader = engine()
     with reader:
-        assert find(reader, keys) == (6, 6, 0, 0)
+        assert find(reader, keys) == Lookup(6, 6, 0)
         assert reader.below_stats().promoted == 6 + 2
         blocks = [list(range(20, 26)), [-1] * 4 + [24, 25]]
         job = reader.load([of[:6] for of in keys], blocks, 6)
@@ -797,7 +797,7 @@ def test_a_store_that_ends_its_thread_is_a_failure(
 ) -> None:
     with Engine(store) as engine, logged() as messages:
         monkeypatch.setattr(store, "exists", Mock(side_effect=error))
-        assert engine.find(PROMPT) == (0, 0, 0, 0)
+        assert engine.find(PROMPT) == Lookup(0, 0, 0)
     text = f"reading from MemoryStore pauses for 1 s: RuntimeError('the store raised {error()!r}')"
     assert messages == [text]
 
