@@ -563,8 +563,8 @@ Raises:
            nb::sig("def preempt(self, keys: " KEYS ") -> Reservation | None"),
            R"(prepare_store() for a preempted request, with a hold on the blocks of all keys.
 
-complete(reservation.lease) ends the hold. Ignores store_threshold. To restore the request, call
-prepare_load() first.
+Ignores store_threshold. complete(reservation.lease) ends the hold; to restore the request, call
+prepare_load() before it.
 
 Args:
     keys: keys of all blocks of the request.

@@ -27,7 +27,7 @@ class PageStore(ABC):
     ) -> list[bool]:
         """Reads each page and its trailer into these buffers.
 
-        The caller checks the bytes, so that the store may also read a truncated object.
+        For a truncated object it may return True, too: the caller checks the bytes.
 
         Returns:
             list[bool]: for each key, True if the page was read, and False if there is none of these

@@ -127,7 +127,7 @@ class HostPool(NotCopyable):
     Several handlers may use one pool, unless a PrefixCache uses it. A context manager that closes
     the pool on exit. A dropped pool is closed, too, and the end of the process unpins it. Not
     thread safe, except num_ready_pages, is_ready and wait_ready(). A forked child cannot use the
-    pool. Tensors taken from `pages` stay mapped there, and read as zeros unless the pool is shared.
+    pool; in it, tensors taken from `pages` read as zeros unless the pool is shared.
 
     Pages for a cache on a device are pinned; if the driver refuses, a warning is logged, and they
     are pageable (is_pinned). They are on the NUMA node of a CUDA GPU, and on transparent huge pages

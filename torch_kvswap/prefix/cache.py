@@ -149,10 +149,10 @@ class PrefixCache(NotCopyable):
         eviction_policy: see BlockManager.
         copy_method, staging_bytes, relays: see OffloadHandler.
         below (str | os.PathLike | PageStore | None): a second tier, which other processes may
-            share: `"file:PATH"` or a path, `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a
-            PageStore, which close() closes. If the constructor raises, the PageStore stays open.
-            Pages are written without waiting for their eviction. Needs the package xxhash. See
-            docs/below.md.
+            share: `"file:PATH"` or a pathlib.Path, `"valkey://HOST:PORT"`,
+            `"mooncake://HOST:PORT"`, or a PageStore, which close() closes. If the constructor
+            raises, the PageStore stays open. Pages are written without waiting for their eviction.
+            Needs the package xxhash. See docs/below.md.
         below_model (str | tuple[str, int, int] | None): names the model, its revision, and the
             order of axes of equal size; required with `below`, even if the keys cover the same. For
             a part of the model, (name, rank of this process, number of ranks). See docs/below.md.

@@ -46,7 +46,8 @@ class Lookup(NamedTuple):
         asking (int): keys after `found` that the second tier of a PrefixCache is being asked for.
             If it is not 0, a lookup after a later poll() may find more.
         lease (Reservation | None): of PrefixCache.lookup(hold=True): keeps the blocks that the
-            prefix `ready` needs on the host until its let_go(), or until it is dropped.
+            prefix `ready` needs on the host until its let_go(), or until it is dropped. None if
+            nothing is ready.
     """
 
     found: int
@@ -103,8 +104,8 @@ class BlockStats:
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
-        filling_pages (int): pages being stored, or lent for stores. All other pages are held by
-            loads, by preempted requests, or by writes to a second tier.
+        filling_pages (int): pages being stored, or lent for stores. The rest, neither free nor
+            idle, is held by loads, by preempted requests, or by writes to a second tier.
         promoted (int): blocks that were read from a second tier.
         lost (int): blocks that were evicted before they were written to a second tier.
     """
