@@ -20,10 +20,7 @@ constexpr const char* kOp = "expand_block_ids";
 
 int64_t output_count(const Tensor& block_ids, int64_t factor, int64_t skip_count,
                      std::optional<int64_t> count) {
-  check_int64("block_ids", block_ids);
-  KVSWAP_CHECK(block_ids.dim() == 1, "block_ids has shape ", shape_text(block_ids),
-               "; expected one dimension");
-  check_storage("block_ids", block_ids);
+  check_int64_list("block_ids", block_ids);
   KVSWAP_CHECK(factor >= 1, "block_size_factor is ", factor, "; expected 1 or more");
   int64_t total = 0;
   KVSWAP_CHECK(!__builtin_mul_overflow(block_ids.size(0), factor, &total), "block_size_factor is ",
@@ -115,7 +112,6 @@ void check_out(const Tensor& out, const Tensor& block_ids, int64_t outputs) {
                ", but block_ids is on ", device_text(device), "; expected the same device");
   KVSWAP_CHECK(out.dim() == 1 && out.size(0) == outputs, "out has shape ", shape_text(out),
                "; expected [", outputs, "]");
-  check_storage("out", out);
   KVSWAP_CHECK(outputs < 2 || out.stride(0) > 0,
                "out has stride 0, so that its elements share memory; expected memory of its own");
   const auto [ids_begin, ids_end] = extent(block_ids);

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -212,11 +211,6 @@ void check_each_tensor(const Copies& copies) {
   }
 }
 
-void check_each_block(const Copies& copies) {
-  check_distinct(copies.ids.dst, copies.dst[0].count);
-  check_disjoint(copies.src, copies.dst, copies.ids);
-}
-
 // Gives tensors without addresses such that two of them overlap only where they share a storage.
 void make_addresses(std::vector<BlockTensor>& src, std::vector<BlockTensor>& dst) {
   std::map<uint64_t, uint64_t> numbers;  // of the storages
@@ -232,36 +226,36 @@ void make_addresses(std::vector<BlockTensor>& src, std::vector<BlockTensor>& dst
   }
 }
 
-void check_on_any_device(Copies copies) {
+// Checks everything: ids in range, no block written twice, no block read and written. Returns
+// whether there is anything to copy.
+bool check_copies(Copies& copies) {
   check_each_tensor(copies);
   const bool has_bytes = std::any_of(copies.src.begin(), copies.src.end(),
                                      [](const BlockTensor& tensor) { return tensor.bytes > 0; });
-  if (copies.ids.src.ids.empty() || !has_bytes) return;
+  if (copies.ids.src.ids.empty() || !has_bytes) return false;
   make_addresses(copies.src, copies.dst);
-  check_each_block(copies);
+  check_distinct(copies.ids.dst, copies.dst[0].count);
+  check_disjoint(copies.src, copies.dst, copies.ids);
+  return true;
 }
 
-// Checks everything, then copies: ids in range, no block written twice, no block read and written.
-//
 // Runs on the current stream of the destination's GPU, or of the source's if the destination is
 // host memory. Between two GPUs, the current streams of both wait for each other around the copy.
 // If a side is host memory, the copy has ended on return: compilers pass clones of host tensors,
 // which they free or copy back at once.
-void copy_blocks(const Copies& copies) {
-  check_each_tensor(copies);
+void copy_blocks(Copies copies) {
+  if (!check_copies(copies)) return;
   const auto& [src, dst, ids] = copies;
-  std::optional<AddressMap> addresses;
-  if (!src.empty() && !(src[0].device.is_cpu() && dst[0].device.is_cpu())) addresses.emplace();
-  AddressMap* known = addresses ? &*addresses : nullptr;
-  const FragmentList fragments = make_fragments(src, dst, ids, known);
-  if (fragments.empty()) return;
-  check_each_block(copies);
-  if (known == nullptr) return copy_on_host(fragments);
+  if (src[0].device.is_cpu() && dst[0].device.is_cpu()) {
+    return copy_on_host(make_fragments(src, dst, ids, nullptr));
+  }
+  AddressMap addresses;
   bool has_pageable = false;
   for (size_t t = 0; t < src.size(); ++t) {
-    has_pageable |= is_pageable(src[t], *known) || is_pageable(dst[t], *known);
+    has_pageable |= is_pageable(src[t], addresses) || is_pageable(dst[t], addresses);
   }
-  copy_on_device(fragments, src[0].device, dst[0].device, has_pageable);
+  copy_on_device(make_fragments(src, dst, ids, &addresses), src[0].device, dst[0].device,
+                 has_pageable);
 }
 
 std::vector<int64_t> read_strided(const int64_t* data, int64_t count, int64_t stride) {
@@ -277,8 +271,8 @@ std::vector<int64_t> read_column(const Tensor& block_mapping, int64_t column) {
 }
 
 std::vector<int64_t> read_ids(const char* name, const Tensor& ids) {
-  check_int64_on_cpu(name, ids);
-  KVSWAP_CHECK(ids.dim() == 1, name, " has shape ", shape_text(ids), "; expected one dimension");
+  check_on_cpu(name, ids);
+  check_int64_list(name, ids);
   return read_strided(static_cast<const int64_t*>(ids.const_data_ptr()), ids.size(0),
                       ids.stride(0));
 }
@@ -294,7 +288,8 @@ std::vector<BlockTensor> block_tensors(const char* list, const std::vector<Tenso
 
 Copies copies_of(const Tensor& src, const Tensor& dst, int64_t block_size_in_bytes,
                  const Tensor& block_mapping) {
-  check_int64_on_cpu("block_mapping", block_mapping);
+  check_on_cpu("block_mapping", block_mapping);
+  check_int64("block_mapping", block_mapping);
   KVSWAP_CHECK(block_mapping.dim() == 2 && block_mapping.size(1) == 2, "block_mapping has shape ",
                shape_text(block_mapping), "; expected [n, 2]: pairs of source and destination");
   const BlockTensor src_blocks("src", src), dst_blocks("dst", dst);
@@ -337,14 +332,17 @@ void swap_kv_blocks(const std::vector<Tensor>& src, const std::vector<Tensor>& d
 void check_swap_blocks(const Tensor& src, const Tensor& dst, int64_t block_size_in_bytes,
                        const Tensor& block_mapping) {
   with_op_name("swap_blocks", [&] {
-    check_on_any_device(copies_of(src, dst, block_size_in_bytes, block_mapping));
+    Copies copies = copies_of(src, dst, block_size_in_bytes, block_mapping);
+    check_copies(copies);
   });
 }
 
 void check_swap_kv_blocks(const std::vector<Tensor>& src, const std::vector<Tensor>& dst,
                           const Tensor& src_block_ids, const Tensor& dst_block_ids) {
-  with_op_name("swap_kv_blocks",
-               [&] { check_on_any_device(copies_of(src, dst, src_block_ids, dst_block_ids)); });
+  with_op_name("swap_kv_blocks", [&] {
+    Copies copies = copies_of(src, dst, src_block_ids, dst_block_ids);
+    check_copies(copies);
+  });
 }
 
 }  // namespace kvswap

@@ -68,9 +68,8 @@ class Batch {
 };
 
 void check_list(const char* name, const Tensor& tensor, int64_t count) {
-  check_int64_on_cpu(name, tensor);
-  KVSWAP_CHECK(tensor.dim() == 1, name, " has shape ", shape_text(tensor),
-               "; expected one dimension");
+  check_on_cpu(name, tensor);
+  check_int64_list(name, tensor);
   KVSWAP_CHECK(tensor.is_contiguous(), name, " has stride ", tensor.stride(0),
                "; expected a contiguous tensor, call .contiguous()");
   KVSWAP_CHECK(tensor.size(0) == count, name, " has length ", tensor.size(0), ", but src_ptrs has ",

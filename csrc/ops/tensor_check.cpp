@@ -64,13 +64,18 @@ void check_int64(const char* name, const Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   KVSWAP_CHECK(dtype == torch::headeronly::ScalarType::Long, name, " has dtype ",
                torch::headeronly::toString(dtype), "; expected Long (torch.int64)");
+  check_storage(name, tensor);
 }
 
-void check_int64_on_cpu(const char* name, const Tensor& tensor) {
+void check_int64_list(const char* name, const Tensor& tensor) {
+  check_int64(name, tensor);
+  KVSWAP_CHECK(tensor.dim() == 1, name, " has shape ", shape_text(tensor),
+               "; expected one dimension");
+}
+
+void check_on_cpu(const char* name, const Tensor& tensor) {
   KVSWAP_CHECK(tensor.is_cpu(), name, " is on ", device_text(device_of(tensor)),
                "; expected a CPU tensor, call .cpu()");
-  check_int64(name, tensor);
-  check_storage(name, tensor);
 }
 
 void check_storage(const std::string& name, const Tensor& tensor) {

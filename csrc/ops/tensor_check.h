@@ -39,9 +39,13 @@ std::string device_text(const TensorDevice& device);
 
 uint64_t storage_offset_bytes(const Tensor& tensor);
 
+void check_on_cpu(const char* name, const Tensor& tensor);
+
+// The dtype and the storage.
 void check_int64(const char* name, const Tensor& tensor);
 
-void check_int64_on_cpu(const char* name, const Tensor& tensor);
+// check_int64(), and one dimension.
+void check_int64_list(const char* name, const Tensor& tensor);
 
 // Throws if the storage is smaller than the tensor, as after untyped_storage().resize_(0).
 void check_storage(const std::string& name, const Tensor& tensor);
