@@ -285,21 +285,17 @@ class PyBlockManager {
     return to_numpy(busy([&](bool wait) { return manager_.lend(count, wait); }));
   }
 
-  void publish(nb::handle pages, nb::handle keys) {
+  // keys: of the blocks on the pages; without keys the pages are free.
+  void take_back(nb::handle pages, nb::handle keys) {
     alive();
     const ReadKeys read{keys, false, 1};
     const std::vector<int64_t> lent = read_pages(pages);
-    if (lent.size() != read.size()) {
+    if (read.size() != 0 && read.size() != lent.size()) {
       kvswap::fail<ValueError>(count_of(read.size(), "key"), " for ", count_of(lent.size(), "page"),
                                "; name one for each page");
     }
-    busy([&](bool wait) { manager_.publish(lent, read.of_groups()->bytes, wait); });
-  }
-
-  void take_back(nb::handle pages) {
-    alive();
-    const std::vector<int64_t> lent = read_pages(pages);
-    busy([&](bool wait) { manager_.take_back(lent, wait); });
+    const uint8_t* bytes = read.size() == 0 ? nullptr : read.of_groups()->bytes;
+    busy([&](bool wait) { manager_.take_back(lent, bytes, wait); });
   }
 
   void abandon(nb::handle reservation) {
@@ -651,11 +647,9 @@ Raises:
       .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
       .def("_take_corrupted", &PyBlockManager::take_corrupted)
       .def("_lend", &PyBlockManager::lend, "count"_a)
-      .def("_publish", &PyBlockManager::publish, "pages"_a, "keys"_a,
-           nb::sig("def _publish(self, pages: collections.abc.Sequence[int], keys: "
-                   "torch_kvswap.prefix.hashing.Keys) -> None"))
-      .def("_take_back", &PyBlockManager::take_back, "pages"_a,
-           nb::sig("def _take_back(self, pages: collections.abc.Sequence[int]) -> None"))
+      .def("_take_back", &PyBlockManager::take_back, "pages"_a, "keys"_a = nb::bytes("", 0),
+           nb::sig("def _take_back(self, pages: collections.abc.Sequence[int], keys: "
+                   "torch_kvswap.prefix.hashing.Keys = b'') -> None"))
       .def("_abandon", &PyBlockManager::abandon, "reservation"_a,
            nb::sig("def _abandon(self, reservation: Reservation) -> None"))
       .def("_stats", &PyBlockManager::stats, "group"_a);

@@ -216,18 +216,17 @@ std::vector<int64_t> BlockManager::lend(size_t count, bool wait) {
   return lent;
 }
 
-void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait) {
+void BlockManager::take_back(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait) {
   const auto lock = lock_for(pages.size(), wait);
   Group& group = groups_.front();
   for (size_t i = pages.size(); i-- > 0;) {  // as in release_all()
     const auto page = static_cast<uint32_t>(pages[i]);
-    group.counters.stored += group.pages->publish(page, key_at(keys, i));
+    if (keys == nullptr) {
+      group.pages->take_back(page);
+    } else {
+      group.counters.stored += group.pages->publish(page, key_at(keys, i));
+    }
   }
-}
-
-void BlockManager::take_back(const std::vector<int64_t>& pages, bool wait) {
-  const auto lock = lock_for(pages.size(), wait);
-  for (const int64_t page : pages) groups_.front().pages->take_back(static_cast<uint32_t>(page));
 }
 
 void BlockManager::abandon(int64_t id, bool wait) {

@@ -129,10 +129,8 @@ class BlockManager {
   // known yet. They ascend. A reset does not end that.
   std::vector<int64_t> lend(size_t count, bool wait);
   // Lent pages, each named once, were filled with the blocks of these keys, which are ready. A page
-  // whose key has another one is free.
-  void publish(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait);
-  // Lent pages are free.
-  void take_back(const std::vector<int64_t>& pages, bool wait);
+  // whose key has another one is free, and so are all of them without keys: nullptr.
+  void take_back(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait);
   // Forgets the keys that a reservation of prepare_store() is to fill. It has its pages until
   // end().
   void abandon(int64_t reservation, bool wait);

@@ -530,10 +530,7 @@ class PageServer:
         resets, *pages = numbers.tolist()
         if not session.lent.issuperset(pages) or len({*pages}) < len(pages):
             raise ProtocolError("it names a page that it has not borrowed, or one twice")
-        if data and resets == self._index:
-            self._manager._publish(pages, data)
-        else:
-            self._manager._take_back(pages)
+        self._manager._take_back(pages, data if resets == self._index else b"")
         session.lent.difference_update(pages)
         self._some_ended = True
 

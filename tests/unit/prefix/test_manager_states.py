@@ -139,7 +139,7 @@ class Machine(RuleBasedStateMachine):
     def publish(self, keys: list[int]) -> None:
         pages, self.lent = self.lent[: len(keys)], self.lent[len(keys) :]
         keys = keys[: len(pages)]
-        self.manager._publish(pages, keys)
+        self.manager._take_back(pages, keys)
         for key, page in reversed(list(zip(keys, pages, strict=True))):
             self.model.page_of.setdefault(key, page)
             self.model.fill(key, page)
