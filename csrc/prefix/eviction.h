@@ -47,8 +47,9 @@ class EvictionPolicy {
 
   // A page becomes idle. Without a place it gets the newest one.
   void add_idle(uint32_t page) {
-    if (!nodes_[page].has_place) place(page, kNone);
-    ++num_idle_[nodes_[page].list];
+    const uint8_t list = nodes_[page].list;
+    nodes_[page].has_place ? restart(list) : place(page, kNone);
+    ++num_idle_[list];
   }
   // An idle page is held from now on, and has no place.
   void remove_idle(uint32_t page) {
@@ -64,13 +65,18 @@ class EvictionPolicy {
     List& list = lists_[nodes_[page].list];
     if (newer == kNone) {
       list.append(nodes_, page);
+      if (start_[nodes_[page].list] == kNone) start_[nodes_[page].list] = page;
     } else {
       list.insert_before(nodes_, page, newer);
+      restart(nodes_[page].list);
     }
     nodes_[page].has_place = true;
   }
   void unplace(uint32_t page) {
-    if (nodes_[page].has_place) lists_[nodes_[page].list].remove(nodes_, page);
+    if (!nodes_[page].has_place) return;
+    uint32_t& start = start_[nodes_[page].list];
+    if (start == page) start = nodes_[page].after;
+    lists_[nodes_[page].list].remove(nodes_, page);
     nodes_[page].has_place = false;
   }
   // In all lists.
@@ -83,8 +89,9 @@ class EvictionPolicy {
  protected:
   // The idle page of a list that is evicted first. There must be one.
   uint32_t take_oldest_idle(uint8_t list) {
-    uint32_t page = lists_[list].oldest();
+    uint32_t page = start_[list];
     while (nodes_[page].count > 0) page = nodes_[page].after;
+    start_[list] = page;
     remove_idle(page);
     return page;
   }
@@ -93,7 +100,12 @@ class EvictionPolicy {
   size_t num_idle_[kMaxLists] = {};  // in each list
 
  private:
+  // A page before start_ may be idle.
+  void restart(uint8_t list) { start_[list] = lists_[list].oldest(); }
+
   List lists_[kMaxLists];
+  // In each list all pages before this one are held, so evictions skip them once; kNone: all are.
+  uint32_t start_[kMaxLists] = {kNone, kNone};
 };
 
 enum class EvictionPolicyKind { kLru = 0, kArc = 1 };

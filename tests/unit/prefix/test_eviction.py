@@ -114,6 +114,23 @@ def test_holding_pages_without_use_changes_no_order(policy, is_use):
     assert [key for key in "acde" if not manager.lookup([key]).ready] == [gone]
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("how", ["is released", "is placed before a held one"])
+def test_what_evictions_have_skipped_can_be_evicted(policy, how):
+    manager = BlockManager(5, eviction_policy=policy)
+    for key in "abcde":
+        manager.complete(manager.prepare_store([key]))
+    held = manager._hold([["a"]]), manager._hold([["b"]])
+    manager.complete(manager.prepare_store(["f"]))  # skips a and b, evicts c
+    if how == "is released":
+        manager.complete(held[1])
+    else:
+        manager.order(["b", "e"])
+    manager.complete(manager.prepare_store(["g"]))
+    gone = "b" if how == "is released" else "e"
+    assert [key for key in "abdefg" if not manager.lookup([key]).ready] == [gone]
+
+
 def test_arc_knows_nothing_of_stores_that_failed():
     manager = BlockManager(CAPACITY, eviction_policy="arc")
     for key in range(1000, 1000 + 2 * CAPACITY):
