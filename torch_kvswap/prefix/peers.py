@@ -21,6 +21,7 @@ from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.prefix.protocol import JOINING, READ_BYTES, Status, next_message, pack
 
 _LOCK_SECONDS = 0.1  # between checks whether a dead process's forked children have ended
+_FORK_SECONDS = 5.0  # before the log says that they have not
 _PAUSE_SECONDS = 1.0  # without new connections, after the file descriptors have run out
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 
@@ -285,19 +286,33 @@ class Peer(ABC):
         self.is_dead = True
         self._loop.unwatch(self._process)
         self._await_forks()
+        self._loop.later(_FORK_SECONDS, self._tell_of_forks)
+
+    def _has_forks(self) -> bool:
+        """Whether what was forked from it has not ended."""
+        if self._process is None or self.lock is None:
+            return False
+        try:
+            return not is_free(self.lock.fd)
+        except OSError:  # the kernel has no memory to say so: later
+            return True
 
     def _await_forks(self) -> None:
         """Until what was forked from it has ended, too, its copies may run."""
         if self._process is None:
             return
-        are_gone = self.lock is None
-        if self.lock is not None:
-            with contextlib.suppress(OSError):  # the kernel has no memory to say so: later
-                are_gone = is_free(self.lock.fd)
-        if are_gone:
-            self.ended()
-        else:
+        if self._has_forks():
             self._loop.later(_LOCK_SECONDS, self._await_forks)
+        else:
+            self.ended()
+
+    def _tell_of_forks(self) -> None:
+        if self._has_forks():
+            log.warning(
+                "process %d has ended, but a process that it had forked has not: its pages stay "
+                "reserved, because its copies may still run; end that process, too",
+                self.pid,
+            )
 
     def disconnect(self) -> None:
         """Idempotent."""

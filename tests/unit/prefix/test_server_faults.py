@@ -95,6 +95,7 @@ def test_a_forked_child_keeps_its_engines_pages(path: str, monkeypatch: pytest.M
     is_free, answers = peers.is_free, list[bool]()
     monkeypatch.setattr(peers, "is_free", lambda lock: answers.append(is_free(lock)) or answers[-1])
     monkeypatch.setattr(peers, "_LOCK_SECONDS", 0.001)
+    monkeypatch.setattr(peers, "_FORK_SECONDS", 0.0)
     forks = f"""
 import os, signal
 child = os.fork()
@@ -103,7 +104,7 @@ if child == 0:
     signal.pause()
 open({path + ".child"!r}, "w").write(str(child))
 """
-    with serving(path), ServedEngine(path) as engine:
+    with serving(path), ServedEngine(path) as engine, logged() as warnings:
         with engine_process(path, HOLDS + forks) as other:
             before = (24, 1, 4, 3)
             engine.until(lambda: counts(engine) == before)
@@ -115,6 +116,8 @@ open({path + ".child"!r}, "w").write(str(child))
             engine.until(lambda: len(answers) > asked + 10)
             assert not any(answers)
             assert counts(engine) == before
+            (warning,) = (one for one in warnings if "forked" in one)
+            assert f"process {other.pid} has ended" in warning
         finally:
             os.kill(child, signal.SIGKILL)
         engine.until(lambda: counts(engine) == (28, 4, 0, 0))
