@@ -259,6 +259,10 @@ class PyHandler {
     return results;
   }
 
+  void end_reservations() {
+    call([](Handler& of) { of.end_reservations(); });
+  }
+
   bool wait_for_ended(std::optional<double> timeout) {
     Handler& handler = alive();
     return wait_in_slices(timeout, [&](double s) { return handler.wait_for_ended(s); }) != 0;
@@ -631,6 +635,7 @@ void bind_handler(nb::module_& module) {
       .def("poll", &PyHandler::poll, "tags"_a)
       .def("wait_for_ended", &PyHandler::wait_for_ended, "timeout"_a.none())
       .def("synchronize", &PyHandler::synchronize, "jobs"_a.none(), "timeout"_a.none())
+      .def("end_reservations", &PyHandler::end_reservations)
       .def("unreported_failures", &PyHandler::unreported_failures, "tags"_a)
       .def("jobs_using", &PyHandler::jobs_using, "gpu_block_ids"_a.none(), "job_type"_a, "owner"_a,
            "tags"_a)

@@ -62,6 +62,12 @@ bool Handler::report(size_t most, EndedJobs& to) noexcept {
   return !unreported.empty();
 }
 
+void Handler::end_reservations() noexcept {
+  const Lock lock = scheduler_.lock();
+  scheduler_.advance(lock);
+  scheduler_.end_reservations(lock);
+}
+
 std::vector<JobRef> Handler::unreported_failures() {
   const Lock lock = scheduler_.lock();
   std::vector<JobRef> failures;

@@ -34,6 +34,8 @@ class Handler {
   // Appends the first jobs that have ended and were not reported, at most `most`, which are
   // reported from now on. Asks the device. Returns whether more have ended.
   bool report(size_t most, EndedJobs& to) noexcept;
+  // Tells the manager how jobs have ended, also those that were not reported. Asks the device.
+  void end_reservations() noexcept;
   // The jobs that failed or were cancelled and were not reported.
   std::vector<JobRef> unreported_failures();
   // The jobs that have not ended and read or write one of these GPU blocks, in order of submission.

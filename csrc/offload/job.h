@@ -129,7 +129,7 @@ struct Job {
   // Of a job that has failed because blocks were rejected: where they are in its list of blocks.
   // Its other blocks were copied.
   std::unique_ptr<const std::vector<int64_t>> rejected;
-  std::unique_ptr<prefix::ReservedPages> pages;  // of a block manager, until it is reported
+  std::unique_ptr<prefix::ReservedPages> pages;  // of a block manager, until it is told of the end
   std::unique_ptr<Work> work;                    // null once it has ended
   Job* next = nullptr;                           // in the queue, or in its transfer
   Job* next_ended = nullptr;                     // in the list of unreported jobs

@@ -305,23 +305,30 @@ JobRef JobTable::report_first() noexcept {
   JobRef job = unreported_.pop_front();
   unreported_failures_ -= !job->has_succeeded();
   jobs_[job->id - first_id_] = JobRef();
-  if (job->pages != nullptr) {
-    // A cancelled load has written nothing that anybody reads; its pages are as they were.
-    const bool was_cancelled = job->state == State::kCancelled && job->channel != kStores;
-    if (job->error.kind() == Reason::Kind::kCorrupted) {
-      job->pages->outcome = prefix::Outcome::kDamaged;
-    } else {
-      const bool is_done = job->has_succeeded() || was_cancelled || job->was_rejected();
-      job->pages->outcome = is_done ? prefix::Outcome::kDone : prefix::Outcome::kFailed;
-    }
-    const auto manager = job->pages->manager;
-    manager->push(std::move(job->pages));
-  }
+  end_reservation(*job);
   while (first_id_ < next_id_ && !jobs_.front()) {
     jobs_.pop_front();
     ++first_id_;
   }
   return job;
+}
+
+void JobTable::end_reservations() noexcept {
+  for (Job& job : unreported_) end_reservation(job);
+}
+
+void JobTable::end_reservation(Job& job) noexcept {
+  if (job.pages == nullptr) return;
+  // A cancelled load has written nothing that anybody reads; its pages are as they were.
+  const bool was_cancelled = job.state == State::kCancelled && job.channel != kStores;
+  if (job.error.kind() == Reason::Kind::kCorrupted) {
+    job.pages->outcome = prefix::Outcome::kDamaged;
+  } else {
+    const bool is_done = job.has_succeeded() || was_cancelled || job.was_rejected();
+    job.pages->outcome = is_done ? prefix::Outcome::kDone : prefix::Outcome::kFailed;
+  }
+  const auto manager = job.pages->manager;
+  manager->push(std::move(job.pages));
 }
 
 void JobTable::record_submit(int channel, double seconds) noexcept {

@@ -71,6 +71,9 @@ class JobTable {
   bool has_unreported_failures() const { return unreported_failures_ > 0; }
   // Takes the first of them, which then counts as reported. Call it only if there is one.
   JobRef report_first() noexcept;
+  // Tells the manager how the jobs have ended that were not reported. Reporting a job does that,
+  // too.
+  void end_reservations() noexcept;
 
   // The number of the job that was added last; -1 before the first.
   int64_t last_id() const { return next_id_ - 1; }
@@ -134,6 +137,7 @@ class JobTable {
   void find_overlaps(Work& work, int channel) noexcept;
   Reason find_sources(Job& job) const;
   void invalidate_slots(Job& job) noexcept;
+  static void end_reservation(Job& job) noexcept;
   void make_valid(const Job& store) noexcept;
 
   std::vector<int> block_space_, slot_space_;  // by group; see Group

@@ -102,6 +102,8 @@ class Scheduler {
   void mark_written(const Lock&, const PageLists& pages) { table_.mark_written(pages); }
   // Takes the first job that was not reported. Call it only if there is one.
   JobRef report_first(const Lock&) noexcept { return table_.report_first(); }
+  // See JobTable.
+  void end_reservations(const Lock&) noexcept { table_.end_reservations(); }
   // After an error of the driver: ends every job as failed if the device does not answer any more.
   void check_alive(const Lock&, const Reason& error) noexcept;
 

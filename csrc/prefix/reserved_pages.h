@@ -17,7 +17,8 @@ class EndedPages;
 enum class Outcome { kFailed = 0, kDone = 1, kDamaged = 2 };
 using RejectedPages = std::vector<std::pair<uint32_t, int64_t>>;  // group and page, ascending
 
-// The pages that a job copies, from their reservation until the job was reported. The job owns it.
+// The pages that a job copies, from their reservation until the manager is told of the job's end.
+// The job owns it.
 struct ReservedPages {
   std::shared_ptr<EndedPages> manager;  // where the manager that has reserved them finds its own
   int64_t id = 0;                       // of the reservation

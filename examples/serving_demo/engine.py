@@ -92,7 +92,8 @@ class Engine:
             self.make_room(request)
         self.admit()
         if not self.running:
-            self.poll(timeout=None)  # until a store ends, or the second tier answers
+            # Until a store ends or the second tier answers; with a server, for a millisecond.
+            self.poll(timeout=None)
             return
         tokens = [(request, self.compute(request)) for request in self.running]
         # The tokens are on the host, so all loads that the model has waited for have ended.

@@ -29,6 +29,7 @@ if sys.argv[2] != "alone" and os.fork() == 0:
     os.close(1)
     time.sleep(1)
     os._exit(0)
+prefixes.manager._session.end_jobs = lambda: None  # the next copies are this store's
 prefixes.store([bytes([number + 100]) * 32 for number in range(32)], range(32))
 for number in range(640):
     prefixes.pools[0].pages[number % 32, 0].copy_(tensor[0], non_blocking=True)
@@ -48,6 +49,19 @@ def test_two_processes_share_pages() -> None:
             ServedEngine(path, "cuda") as engine,
         ):
             assert engine.prefixes.pools[0].is_pinned
+            assert engine.load(prompt) == 8
+
+
+def test_an_idle_engine_ends_its_stores() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, prompt = f"{folder}/pages", list("abcdefgh")
+        with (
+            serving(path),
+            ServedEngine(path, "cuda") as idle,
+            ServedEngine(path, "cuda") as engine,
+        ):
+            idle.hold(prompt)  # its last call
+            assert in_time(lambda: engine.find(prompt).ready == 8)
             assert engine.load(prompt) == 8
 
 

@@ -41,6 +41,8 @@ from torch_kvswap.prefix.session import Session
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import Result
 
+_SERVER_PAUSE = 0.001  # seconds that poll() waits for other engines
+
 
 class Stored(NamedTuple):
     """What PrefixCache.store() has done.
@@ -563,19 +565,24 @@ class PrefixCache(NotCopyable):
 
         Args:
             timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits until the
-                second tier has answered a lookup(), and has read the blocks that it found.
+                second tier has answered a lookup(), and has read the blocks that it found. With a
+                server it waits a millisecond, because no message says that another engine's store
+                has ended: look up again.
         """
         self._was_polled = True
-        began = time.monotonic() if self._below is not None else 0.0
+        began = time.monotonic()
         results = self._handler.poll(timeout)
+        if timeout != 0 and not results:
+            seconds = read_timeout("timeout", timeout)
+            if seconds is not None:
+                seconds = max(seconds - (time.monotonic() - began), 0.0)
+            if self._below is not None:
+                self._below.wait(seconds)
+            elif isinstance(self.manager, RemoteManager):
+                time.sleep(_SERVER_PAUSE if seconds is None else min(seconds, _SERVER_PAUSE))
         if isinstance(self.manager, RemoteManager):
             self.manager._session.poll()
         if self._below is not None:
-            if timeout != 0 and not results:
-                seconds = read_timeout("timeout", timeout)
-                if seconds is not None:
-                    seconds = max(seconds - (time.monotonic() - began), 0.0)
-                self._below.wait(seconds)
             self._below.poll(some_ended=bool(results))
         return results
 

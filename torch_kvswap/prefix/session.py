@@ -38,6 +38,7 @@ from torch_kvswap.prefix.remote_pools import RemotePools
 
 # Seconds, read at each use so that tests can set them.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a lost server is tried again
+LOOK_PAUSE = 0.05  # between looks for what has ended; an engine without requests makes no calls
 
 _JOINED_BYTES = HEAD.size + 16  # of the answer to HELLO and MEET
 
@@ -65,7 +66,8 @@ class Session(NotCopyable):
     has neither answered nor taken anything within its deadline, is given up by the next poll() or
     ask(). A thread then tries to join it again, once no job uses its pages. A worker keeps the old
     memory until its scheduler has come to the next server: then no job uses it any more, and none
-    will.
+    will. The thread also polls, and tells the server which jobs have ended, because an engine
+    without requests makes no calls.
 
     Any thread may call any method. In a forked child every call but close() raises RuntimeError.
 
@@ -178,18 +180,18 @@ class Session(NotCopyable):
         """
         if not self._process.is_current:  # the connection is that of the parent
             return
+        self.end_jobs()
         with self.lock:
             self._is_closing = True
             self.send(pack(Op.LEAVE))
             was_told = self.is_joined and not (self._outbox or self._failure)
             left, self._connection = self._connection, None
-            for connection in (self._meeting, left):
-                if connection is not None:  # wakes the thread
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
+            if self._meeting is not None:  # wakes the thread
+                with contextlib.suppress(OSError):
+                    self._meeting.shutdown(socket.SHUT_RDWR)
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(self._deadline)  # it may read from what is closed next
+            self._thread.join(self._deadline)  # it may be attaching pools, which are closed next
         if left is not None:
             left.close()
         if not was_told and self._session:
@@ -264,21 +266,26 @@ class Session(NotCopyable):
         return any(self._open.values())
 
     def _until_lost(self) -> None:
-        """Waits until the server is lost, and may be joined again."""
-        while self._is_worker and (connection := self._connection) is not None:
-            try:
-                why = "" if connection.recv(1) else "it has closed the connection"
-            except BlockingIOError:  # the time of a call is over
-                continue
-            except OSError as error:
-                why = str(error)
+        """Waits until the server is lost, and may be joined again. Meanwhile tells it what has
+        ended: other engines wait for that, and this one may make no more calls.
+        """
+        # A scheduler gets its answers in its own thread, and its workers know of their jobs.
+        pause = None if self._pools is None else LOOK_PAUSE
+        while True:
             with self.lock:
-                if why and self._connection is connection:
-                    self._lose(why)
-        with self.lock:
-            self._changed.wait_for(
-                lambda: self._is_closing or (self._connection is None and not self._has_jobs())
-            )
+                if self._changed.wait_for(self._may_join, pause):
+                    return
+            with contextlib.suppress(MemoryError):
+                self.end_jobs()
+                self.poll()
+
+    def _may_join(self) -> bool:
+        return self._is_closing or (self._connection is None and not self._has_jobs())
+
+    def end_jobs(self) -> None:
+        """Lets the next request say which jobs have ended, also without a poll() of the engine."""
+        if self._pools is not None and self._pools.handler is not None:
+            self._pools.handler._native.end_reservations()
 
     def _run(self) -> None:
         """The thread: joins the server again each time that it is lost."""
@@ -452,7 +459,7 @@ class Session(NotCopyable):
                 self._lose(self._failure)
 
     def _lose(self, why: str) -> None:
-        if self._connection is None or self._is_closing:  # the thread reads until close() closes it
+        if self._connection is None:
             return
         log.warning("lost the server at %s and its pages: %s", self._path, why)
         self.resets = 0

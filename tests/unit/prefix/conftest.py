@@ -10,7 +10,8 @@ import pytest
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    """Of a socket, which may not have a long name."""
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a socket, which may not have a long name. Copies end when somebody polls or waits."""
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
     with tempfile.TemporaryDirectory() as folder:
         yield str(Path(folder) / "pages")

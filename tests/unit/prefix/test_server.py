@@ -27,7 +27,7 @@ from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap.below.files import FileStore
 from torch_kvswap.below.threads import StoreThreads
 from torch_kvswap.host_pool import system
-from torch_kvswap.prefix import BlockGroup, session
+from torch_kvswap.prefix import BlockGroup, cache, session
 from torch_kvswap.prefix.manager import Lookup
 from torch_kvswap.prefix.protocol import Op, Outcome, pack
 from torch_kvswap.prefix.server import PageServer
@@ -59,6 +59,30 @@ def test_what_is_being_stored_is_pending(path: str) -> None:
         assert other.prefixes.store(keys, range(8)).state == "present"
         engine.prefixes.poll()
         assert engine.prefixes.lookup(keys) == other.prefixes.lookup(keys) == Lookup(8, 8, 0)
+
+
+def test_an_idle_engine_ends_its_stores(path: str) -> None:
+    with serving(path), ServedEngine(path) as idle, ServedEngine(path) as other:
+        keys = list(map(key_of, PROMPT))
+        assert idle.hold(PROMPT) is not None
+        held = other.prefixes.preempt(keys, range(8))
+        assert held is not None
+        assert held.jobs == []
+        assert other.prefixes.resume(held, range(32, 40)).state == "pending"
+        idle.prefixes.synchronize()  # its last call
+        other.until(lambda: other.find(PROMPT).ready == 8)
+        assert other.prefixes.resume(held, range(32, 40)).state == "loaded"
+        assert other.load(PROMPT) == 8
+
+
+def test_a_poll_without_jobs_pauses(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine's store may end meanwhile."""
+    with serving(path), ServedEngine(path) as engine:
+        slept: list[float] = []
+        monkeypatch.setattr(cache, "time", Mock(monotonic=lambda: 0.0, sleep=slept.append))
+        for timeout in (None, 1.0, 1e-6, 0.0):
+            assert engine.prefixes.poll(timeout) == []
+        assert slept == [cache._SERVER_PAUSE, cache._SERVER_PAUSE, 1e-6]
 
 
 def test_of_two_engines_only_one_stores_a_block(path: str) -> None:
@@ -127,11 +151,8 @@ def test_block_manager_calls_reach_the_server(path: str) -> None:
 
 
 @pytest.mark.parametrize("is_control", [False, True])
-def test_a_page_being_loaded_is_not_given_away(
-    is_control: bool, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_being_loaded_is_not_given_away(is_control: bool, path: str) -> None:
     """As a control the server is told too early that the load has ended."""
-    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
     keys = list(map(key_of, "abcd"))
     stores = f"""
 assert (engine.hold("wxyz") is not None) == {is_control}
@@ -319,10 +340,7 @@ def test_a_page_damaged_twice_is_deleted_below(path: str, tmp_path: Any) -> None
         assert engine.load(PROMPT) == 8
 
 
-def test_another_engines_store_repairs_a_failed_page(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+def test_another_engines_store_repairs_a_failed_page(path: str) -> None:
     with serving(path, pages=1), ServedEngine(path) as engine, ServedEngine(path) as other:
         assert engine.prefixes.cancel(engine.hold("a"))
         assert [result.state for result in engine.prefixes.poll()] == ["cancelled"]
@@ -330,15 +348,15 @@ def test_another_engines_store_repairs_a_failed_page(
         assert engine.load("b") == 1
 
 
-def test_a_leaving_engine_gives_its_pages_back(path: str) -> None:
+def test_a_leaving_engine_ends_what_it_holds(path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine:
         with ServedEngine(path) as other:
             other.compute("ab")
             assert other.prefixes.preempt([key_of("a")], [0]) is not None
             other.hold("cd")
         engine.until(lambda: engine.pages.filling_pages == 0)
-        assert engine.load("ab") == 2
-        assert (engine.pages.idle_pages, engine.pages.free_pages) == (2, 30)
+        assert engine.load("cd") == engine.load("ab") == 2
+        assert (engine.pages.idle_pages, engine.pages.free_pages) == (4, 28)
         dropped = ServedEngine(path)
         dropped.hold("e")
         del dropped

@@ -60,6 +60,7 @@ DYING = {
     "inside a message": "engine.session._connection.sendall(b'1234567')",
     "with an answer unread": """
 from torch_kvswap.prefix.protocol import Op, pack_keys
+engine.session.poll = lambda: None
 engine.session._connection.sendall(pack_keys(Op.RESERVE, [99, 0], [key_of("z")]))
 """,
     "after it has lost the connection": "engine.session._connection.close()",
@@ -148,14 +149,14 @@ def test_pages_being_written_are_quarantined(path: str, monkeypatch: pytest.Monk
             closed.hold("xyz")
             other.send(signal.SIGKILL)
         engine.until(lambda: len(server._sessions) == 1)
-        assert counts(engine) == (24, 1, 4, 3)  # the engine that was closed has none
+        assert counts(engine) == (21, 4, 4, 3)  # the engine that was closed has none
         now = 4.9
         server._loop.wake()
         for _ in range(10):
-            assert counts(engine) == (24, 1, 4, 3)
+            assert counts(engine) == (21, 4, 4, 3)
         now = 5.0
         server._loop.wake()
-        engine.until(lambda: counts(engine) == (28, 4, 0, 0))
+        engine.until(lambda: counts(engine) == (25, 7, 0, 0))
 
 
 def test_an_engine_closed_without_connection_keeps_nothing(
@@ -233,16 +234,14 @@ def test_an_earlier_servers_preemption_ends_no_other(path: str) -> None:
 def test_jobs_end_before_new_pages_are_used(
     direction: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
-    answers = defaultdict[threading.Condition, list[bool]](list)  # whether an engine may join
-    wait_for = threading.Condition.wait_for
+    answers = defaultdict[session.Session, list[bool]](list)
+    may_join_now = session.Session._may_join
 
-    def note_and_wait(of: threading.Condition, is_true: Any, timeout: float | None = None) -> bool:
-        if timeout is not None or threading.current_thread().name != "kvswap-join":
-            return wait_for(of, is_true, timeout)
-        return wait_for(of, lambda: answers[of].append(bool(is_true())) or answers[of][-1])
+    def note(of: session.Session) -> bool:
+        answers[of].append(may_join_now(of))
+        return answers[of][-1]
 
-    monkeypatch.setattr(threading.Condition, "wait_for", note_and_wait)
+    monkeypatch.setattr(session.Session, "_may_join", note)
     with server_process(path) as server, ServedEngine(path) as engine:
         engine.compute(PROMPT)
         job = engine.hold("xyz")
@@ -250,9 +249,9 @@ def test_jobs_end_before_new_pages_are_used(
             engine.prefixes.poll()
             job = engine.prefixes.load(KEYS, list(range(32, 40)))
         server.kill()
-        with serving(path), ServedEngine(path) as other:
-            other.compute("stuvwxyz")  # the same pages of another memory
-            may_join = answers[engine.session._changed]
+        # The same pages of another memory. In another process: poll() ends the jobs of all handlers.
+        with serving(path), engine_process(path, "engine.compute('stuvwxyz')"):
+            may_join = answers[engine.session]
             asked = len(may_join)
             assert engine.prefixes.lookup(KEYS) == NOTHING
             engine.until(lambda: len(may_join) > asked)
@@ -299,6 +298,14 @@ def test_a_hung_server_costs_one_deadline(
         assert engine.prefixes.lookup(KEYS) == Lookup(found, found, 0)
         assert counts(engine) == (32 - found, found, 0, 0)
         assert engine.prefixes.pools[0].pages.data_ptr() == memory
+
+
+def test_an_idle_engine_joins_the_next_server(path: str) -> None:
+    with server_process(path) as server, ServedEngine(path) as engine:
+        generation = engine.session._generation
+        server.kill()
+        with server_process(path):
+            engine.until(lambda: engine.session._generation not in (0, generation))
 
 
 def test_calls_without_an_answer_wait_for_nobody(path: str) -> None:
@@ -661,6 +668,7 @@ def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
         (its,) = (of for of in server._sessions.values() if of.number == slow.session._session)
         connection: Any = slow.session._connection
         connection.setblocking(False)
+        slow.session.poll = lambda: None  # type: ignore[method-assign]
         requests = memoryview(message * 20_000)  # it reads no answers
         sent = 0
 

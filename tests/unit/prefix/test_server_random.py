@@ -115,11 +115,6 @@ def run(path: str, seed: int) -> int:
         return checked + sum(engine.checked for engine in engines)
 
 
-@pytest.fixture(autouse=True)
-def late_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_every_load_has_the_bytes_of_its_keys(seed: int, path: str) -> None:
     assert run(path, seed) > 10
