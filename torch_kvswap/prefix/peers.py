@@ -104,7 +104,7 @@ class Listener:
     def __init__(
         self, path: str, loop: EventLoop, admit: Callable[[socket.socket, int, int], object]
     ) -> None:
-        self._path, self._loop, self._admit = path, loop, admit
+        self._loop, self._admit = loop, admit
         self._socket, self._lock_file = rendezvous.listen(path)
         self._spare: int | None = None  # a descriptor, see _refuse_next()
         self._is_full = False  # whether it was said that there are no descriptors
@@ -157,9 +157,7 @@ class Listener:
             connection.send(pack(Status.REFUSED, data=why.encode()))
 
     def close(self) -> None:
-        """Another server may have the socket then."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+        """Another server may have the path then."""
         self._socket.close()
         if self._spare is not None:
             os.close(self._spare)

@@ -73,13 +73,10 @@ class Ask(IntEnum):
 
 
 class KeyState(IntEnum):
-    """Of a key without a page to load from. A page number instead: the page is held for the engine.
-
-    An engine asks, and the answer is the page, ARRIVES or ABSENT. For the latter two it may ask
-    again.
+    """Of a key without a page to load from; an engine may ask again. A page number instead: the
+    page is held for the engine.
     """
 
-    ASKED = -1  # no answer has come
     ARRIVES = -2  # it is being stored, or read from the second tier, which may still be asked
     ABSENT = -3  # neither
 

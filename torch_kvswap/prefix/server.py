@@ -282,6 +282,8 @@ class PageServer:
         self._loop.later(_TIER_SECONDS, self._wake_for_tier)
 
     def _close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
         for session in list(self._sessions.values()):
             self._end_session(session)
         if self._made is not None and self._made.tier is not None:

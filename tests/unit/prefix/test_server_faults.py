@@ -6,7 +6,6 @@ import contextlib
 import errno
 import gc
 import os
-import resource
 import signal
 import socket
 import struct
@@ -561,83 +560,6 @@ def test_a_connection_that_says_nothing_is_closed(path: str) -> None:
                 server._loop.wake()
                 wait_until_closed(silent)
         assert warnings == [f"process {os.getpid()} has sent nothing for {PATIENCE:g} s"]
-        assert engine.load("a") == 1
-
-
-def test_a_server_without_descriptors_says_so_and_waits(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    server = PageServer(path, 4 * PAGE_BYTES, deadline=PATIENCE)
-    connections = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-    with contextlib.ExitStack() as stack, logged() as warnings:
-        for connection in connections:
-            stack.enter_context(connection).connect(path)
-        free = os.open(os.devnull, os.O_RDONLY)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        listener, watched = server._listener, server._loop._selector.get_map()
-        for connection in connections[:3]:
-            assert listener._socket in watched
-            with monkeypatch.context() as patch:
-                if connection is connections[2]:  # another thread takes the one in reserve
-                    patch.setattr(os, "dup", mock.Mock(side_effect=OSError(errno.EMFILE, "none")))
-                listener._accept()
-            with pytest.raises(ValueError, match="this server has no file descriptors left; raise"):
-                session.receive(connection, bytearray())
-        assert listener._socket not in watched
-        listener._listen()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        listener._accept()
-        assert session.receive(connections[3], bytearray())[2] == b"KVSWSERV"
-        assert len(warnings) == 1
-    server._close()
-
-
-@pytest.mark.parametrize("watched", [0, 1])
-def test_an_engine_that_cannot_be_watched_is_refused(watched: int, path: str) -> None:
-    with serving(path) as server, ServedEngine(path) as engine, logged() as warnings:
-        calls, watch = count(), server._loop.watch
-
-        def fail(*arguments: Any) -> None:
-            if next(calls) == watched:
-                raise OSError(errno.ENOSPC, "no space")
-            watch(*arguments)
-
-        with mock.patch.object(server._loop, "watch", fail):
-            assert "the kernel watches no more engines" in error_text(ServedEngine, path)
-        assert len(warnings) == 1
-        with ServedEngine(path) as other:
-            engine.compute("a")
-            assert other.load("a") == 1
-            assert len(server._sessions) == len(server._loop._selector.get_map()) / 2 - 1 == 2
-
-
-def test_a_dropped_engines_end_unwatches_no_other(path: str) -> None:
-    server = PageServer(path, 4 * PAGE_BYTES)
-    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
-        for connection in (one, other):
-            connection.connect(path)
-            server._listener._accept()
-        dropped, alive = server._sessions.values()
-        number = dropped._process
-        server._end_session(dropped)
-        assert number is not None
-        os.dup2(alive._process, number)  # the kernel gives the number again
-        server._loop.watch(number, lambda _: None)
-        dropped._process_ended(0)
-        assert number in server._loop._selector.get_map()
-        os.close(number)
-    server._close()
-
-
-def test_an_error_in_a_timer_ends_no_server(path: str) -> None:
-    with serving(path) as server, ServedEngine(path) as engine, logged() as warnings:
-        server._loop.later(0.0, mock.Mock(side_effect=MemoryError))
-        server._loop.wake()
-        assert in_time(lambda: warnings == ["an error in the server, which goes on"])
-        engine.compute("a")
         assert engine.load("a") == 1
 
 

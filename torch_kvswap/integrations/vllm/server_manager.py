@@ -23,7 +23,7 @@ from torch_kvswap.prefix.session import RemoteReservation
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
-_ASKED, _ARRIVES = KeyState.ASKED, KeyState.ARRIVES
+_ASKED, _ARRIVES = -1, KeyState.ARRIVES  # asked: no answer has come
 _RESULTS: dict[int, base.LookupResult] = {
     _ASKED: _RETRY,
     _ARRIVES: _PENDING,
