@@ -182,6 +182,19 @@ def test_what_is_missing_is_asked_for_once(
         assert store.calls == ["exists", "exists"]
 
 
+@pytest.mark.parametrize("hold", [True, False], ids=["", "control"])
+def test_reading_evicts_nothing_that_a_lookup_holds(hold: bool, store: MemoryStore) -> None:
+    with Engine(MemoryStore(store.objects)) as writer:
+        writer.share(PROMPT)
+    with Engine(store, pages=8, policy="reused") as engine:
+        engine.compute("vwxyz")
+        keys = list(map(key_of, "vwxyz"))
+        found = engine.prefixes.lookup(keys, hold=hold)
+        assert found[:4] == (5, 5, 0, 0)
+        assert engine.find(PROMPT).ready == (2 if hold else 8)
+        assert engine.load("vwxyz") == (5 if hold else 0)
+
+
 @pytest.mark.parametrize(("pages", "found"), [(8, [8, 8]), (5, [4, 5]), (1, [1, 1])])
 def test_as_much_is_read_as_has_room(pages: int, found: list[int], store: MemoryStore) -> None:
     with Engine(MemoryStore(store.objects)) as writer:
