@@ -26,7 +26,7 @@ from vllm_serving import (
     prompt,
     serving,
 )
-from vllm_tiers import files, tier, without_gpu
+from vllm_tiers import tier, without_gpu
 
 from torch_kvswap.integrations.vllm.scheduler_side import FAILURES
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
@@ -65,25 +65,23 @@ def nothing_is_held(engine: Serving) -> bool:
 
 @SCHEDULERS
 @pytest.mark.parametrize(
-    ("how", "is_ours"),
+    ("more", "how", "is_ours"),
     [
-        ({}, True),
-        ({"eviction_policy": "arc"}, True),
-        ({"cache": "mla"}, True),
-        ({"cache": "fp8", "canonical_layout": True}, True),
-        ({"workers": 2}, True),
-        ({"workers": 2, "cache": "mla"}, True),  # one copy for both
-        ({"states": True}, True),
-        ({"blocks_per_chunk": 2}, False),
-        ({"workers": 2, "heads": 2, "canonical_layout": True}, False),
+        ({}, {}, True),
+        ({"eviction_policy": "arc"}, {}, True),
+        ({}, {"cache": "mla"}, True),
+        ({"canonical_layout": True}, {"cache": "fp8"}, True),
+        ({}, {"workers": 2}, True),
+        ({}, {"workers": 2, "cache": "mla"}, True),  # one copy for both
+        ({}, {"states": True}, True),
+        ({"blocks_per_chunk": 2}, {}, False),
+        ({"canonical_layout": True}, {"workers": 2, "heads": 2}, False),
     ],
 )
-def test_vllms_worker_and_ours_share_chunks(folder, caplog, how, is_ours, is_async):
+def test_vllms_worker_and_ours_share_chunks(folder, caplog, more, how, is_ours, is_async):
     """One stores, the next one finds everything, and a third one that is restarted."""
     caplog.set_level("INFO", "torch_kvswap")
-    options = ("eviction_policy", "canonical_layout", "blocks_per_chunk")
-    extra = tier(folder, **{name: how[name] for name in options if name in how})
-    how = {name: one for name, one in how.items() if name not in options}
+    extra = tier(folder, **more)
     expected = sum(
         len(one) // (BLOCK * extra.get("blocks_per_chunk", 1)) for one in PROMPTS.values()
     )
@@ -205,7 +203,7 @@ def test_a_tier_fills_pages_of_failed_stores(folder, monkeypatch, is_told):
         if not is_told:
             engine.worker._has_writers = False
         engine.serve(old)
-        assert in_time(lambda: len(files(folder)) == 1)
+        assert in_time(lambda: len([*folder.rglob("rows/**/*.bin")]) == 1)
 
         def fail(**ids: Any) -> Any:
             job = store(**ids)

@@ -22,11 +22,6 @@ def tier(folder: Path, **more: Any) -> dict[str, Any]:
     return {"secondary_tiers": [{"type": "fs", "root_dir": f"{folder}/rows"}], **more}
 
 
-def files(folder: Path) -> dict[Path, int]:
-    """The chunks in the tier, and when they were written."""
-    return {one: one.stat().st_mtime_ns for one in (folder / "rows").rglob("*.bin")}
-
-
 class _OnCpu:
     """A stream, or an event, of a device that does everything at once."""
 
