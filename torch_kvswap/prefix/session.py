@@ -438,9 +438,7 @@ class Session(NotCopyable):
                     if status != Status.RESET:
                         self._awaited.popleft()(numbers)
                         continue
-                    self.resets += 1  # by another engine
-                    if self._resets_heard_by is None:
-                        self._resets_heard_by = self._generation
+                    self._hear_reset()
             except BlockingIOError:  # nothing has come
                 is_waiting = self._awaited or self._outbox
                 if not flags or (is_waiting and time.monotonic() - self._moved > self._deadline):
@@ -462,12 +460,28 @@ class Session(NotCopyable):
         if self._connection is None:
             return
         log.warning("lost the server at %s and its pages: %s", self._path, why)
+        self._hear_last_resets(self._connection)
         self.resets = 0
         self._connection.close()
         self._connection = None
         self._forget()
         self._open = {number: True for number, has_job in self._open.items() if has_job}
         self._changed.notify_all()
+
+    def _hear_reset(self) -> None:
+        """Another engine has reset the index."""
+        self.resets += 1
+        if self._resets_heard_by is None:
+            self._resets_heard_by = self._generation
+
+    def _hear_last_resets(self, connection: socket.socket) -> None:
+        """A request may have failed before what had come was read. Answers are nobody's now."""
+        with contextlib.suppress(OSError):  # nothing more has come
+            while True:
+                with contextlib.suppress(ValueError):  # a refused request
+                    status, _, _ = receive(connection, self._inbox, flags=socket.MSG_DONTWAIT)
+                    if status == Status.RESET:
+                        self._hear_reset()
 
     def _job_ended(self) -> None:
         if self._connection is None and not self._has_jobs():

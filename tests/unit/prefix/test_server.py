@@ -274,7 +274,9 @@ def test_pages_that_leave_memory_are_found_below(path: str, tmp_path: Any) -> No
         assert engine.pages.evicted == 8
 
 
-@pytest.mark.parametrize("survivor", ["that did it", "that heard of it", "that came later"])
+@pytest.mark.parametrize(
+    "survivor", ["that did it", "that heard of it", "that was told", "that came later"]
+)
 def test_engines_tell_the_next_server_of_a_reset(path: str, tmp_path: Any, survivor: str) -> None:
     """They have other weights now; it finds pages from before the reset below."""
     below = {"below": f"file:{tmp_path}", "below_policy": "all"}
@@ -289,9 +291,13 @@ def test_engines_tell_the_next_server_of_a_reset(path: str, tmp_path: Any, survi
                 left = stack.enter_context(ServedEngine(path))
                 engine.prefixes.manager.reset()
                 assert left.find(PROMPT).found == 0
+            elif survivor == "that was told":
+                left = stack.enter_context(ServedEngine(path))
+                engine.prefixes.manager.reset()
             else:
                 engine.prefixes.manager.reset()
                 left = stack.enter_context(ServedEngine(path))
+        assert left.find(PROMPT).found == 0  # the request fails before an answer is read
         with serving(path, **below):
             left.until(lambda: left.is_served)
             assert left.find(PROMPT).found == 0
