@@ -51,7 +51,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.options = read_options(config.extra_config)
-        # All workers have equal caches. vLLM reads this: only rank 0 then stores.
+        # Several workers have equal caches. vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(config.replicated_layout)
         self._check()
         copies = 1 if self.replicated_layout else config.parallel.world_size
@@ -106,7 +106,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         how: dict[str, Any] = {}
         if path is not None:
             how = {"serve": partial(ServedPool, path, self.config), "has_writers": True}
-        elif self.replicated_layout and parallel.world_size > 1:
+        elif self.replicated_layout:
             how = {"make_pool": partial(replicated_pool, group=get_tp_group())}
             if self.options.exchange:
                 how["exchange"] = parallel.rank, parallel.world_size
@@ -149,12 +149,12 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 f"encoding is {options.encoding!r}, which is for bfloat16, but the KV cache is of "
                 f"{dtype}; leave encoding out"
             )
-        elif options.encoding != "raw" and self.replicated_layout and parallel.world_size > 1:
+        elif options.encoding != "raw" and self.replicated_layout:
             why = (
                 f"encoding is {options.encoding!r}, but the {parallel.world_size} workers have the "
                 "same cache and share raw pages; leave encoding out"
             )
-        elif options.exchange and not (self.replicated_layout and parallel.world_size > 1):
+        elif options.exchange and not self.replicated_layout:
             why = (
                 "exchange is true, but only the workers of a model with latent attention (MLA), "
                 "tensor parallelism and vLLM's executor mp on one machine have equal caches; leave "
