@@ -36,7 +36,7 @@ def test_a_process_loads_what_another_one_has_computed(
 
 @pytest.mark.parametrize("at", [1, 2, 5, 8])
 def test_a_killed_process_leaves_no_unfinished_page(at: int, tmp_path: Path) -> None:
-    """It is killed while it writes the file with this number, with the pages held."""
+    """It is killed while it writes this page, with the pages held."""
     program = """
 import sys
 from below_engine import Engine
@@ -55,7 +55,8 @@ engine = Engine(f"file:{sys.argv[1]}", bytes_in_flight=8192)
 engine.compute("abcdefgh")
 sys.stdin.read()
 """
-    Process(["-c", program, str(tmp_path), str(at)], "stopped").kill()
+    writes = at + 1  # the first one is that of the description
+    Process(["-c", program, str(tmp_path), str(writes)], "stopped").kill()
     with Engine(f"file:{tmp_path}") as engine:
         there = at - 1
         assert engine.load(PROMPT) == there
