@@ -127,7 +127,7 @@ class Session(NotCopyable):
     def _forget(self) -> None:
         """Begins a connection, or ends one: nothing is sent and nothing asked."""
         self._inbox = bytearray()
-        self._outbox = bytearray()  # what the server has not taken
+        self._outbox: list[bytes] = []  # what the server has not taken
         self._awaited: deque[Callable[[array[int]], object]] = deque()  # get the answers
         self._failure = ""  # of the connection, which the next poll() or ask() gives up
         self._moved = 0.0  # when the server has last answered, or taken some of the outbox
@@ -323,7 +323,7 @@ class Session(NotCopyable):
         """Says what has ended, and sends a request, if there is a server. Does not wait.
 
         Args:
-            message (bytes): the request; what the server does not take now is sent later.
+            message (bytes): the request. What the server does not take now, poll() and ask() send.
             then: gets the answer, if the request has one.
         """
         self._process.check("prefix cache")  # in a forked child the lock may be locked for ever
@@ -331,25 +331,27 @@ class Session(NotCopyable):
             try:
                 self._ended.take(self._reported)
                 if self._reported:
-                    message = b"".join([*self._ends(), message])
+                    messages = []
+                    for number, outcome, rejected in self._reported:
+                        # Others have reserved nothing, or with another server.
+                        if self._open.pop(number, None) is not None:
+                            messages.append(pack(Op.END, (number, outcome, *rejected)))
+                    message = b"".join((*messages, message))
                     self._reported.clear()
                 if self._connection is None:
                     return self._job_ended()
-                if self._failure or not (message or self._outbox):
+                if self._failure or not message:
                     return
-                had_left = bool(self._outbox)
-                if not (self._awaited or had_left):
+                if not (self._awaited or self._outbox):
                     self._moved = time.monotonic()
                 self._awaited += then
-                self._outbox += message
-                del self._outbox[: self._connection.send(self._outbox, socket.MSG_DONTWAIT)]
-                if had_left:
-                    self._moved = time.monotonic()
-            except BlockingIOError:
-                pass
+                if not self._outbox:
+                    message = message[_send_some(self._connection, message) :]
+                if message:
+                    self._outbox.append(message)
             except OSError as error:  # a scheduler's step goes on with the pages that it has
                 self._failure = str(error)
-            except BaseException:
+            except BaseException:  # what has ended, or half a message, may not be said
                 self._failure = "a call was interrupted"
                 raise
 
@@ -412,13 +414,6 @@ class Session(NotCopyable):
 
     # The caller holds the lock.
 
-    def _ends(self) -> Iterator[bytes]:
-        """The messages about what has ended. Whoever is interrupted by Ctrl-C loses the server."""
-        for number, outcome, rejected in self._reported:
-            # Others have reserved nothing, or with another server.
-            if self._open.pop(number, None) is not None:
-                yield pack(Op.END, [number, outcome, *rejected])
-
     def _exchange(
         self, flags: int, message: bytes = b"", *then: Callable[[array[int]], object]
     ) -> None:
@@ -427,9 +422,14 @@ class Session(NotCopyable):
         with self.lock:
             try:
                 self.send(message, *then)
-                if self._outbox and not flags and self._connection is not None:
-                    self._connection.sendall(self._outbox)
-                    self._outbox.clear()
+                if self._outbox and self._connection is not None:
+                    left = b"".join(self._outbox)
+                    if not flags:
+                        self._connection.sendall(left)
+                        self._outbox = []
+                    elif sent := _send_some(self._connection, left):
+                        self._outbox = [left[sent:]] if sent < len(left) else []
+                        self._moved = time.monotonic()
                 while not self._failure and (flags or self._awaited):
                     if self._connection is None:
                         return
@@ -486,6 +486,14 @@ class Session(NotCopyable):
     def _job_ended(self) -> None:
         if self._connection is None and not self._has_jobs():
             self._changed.notify_all()
+
+
+def _send_some(connection: socket.socket, data: bytes) -> int:
+    """How many of these bytes the other end takes now."""
+    try:
+        return connection.send(data, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return 0
 
 
 def connect_to(path: str) -> tuple[socket.socket, int, int, float]:
