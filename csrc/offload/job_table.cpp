@@ -264,6 +264,8 @@ Reason JobTable::source_failure(const Job& job) const noexcept {
 void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   job.state = state;
   if (state == State::kFailed) job.error = error;
+  const bool is_lost = error.kind() == Reason::Kind::kDeviceLost && job.channel == kStores;
+  if (is_lost && job.pages != nullptr) job.pages->outcome = prefix::Outcome::kLost;
   unreported_failures_ += !job.has_succeeded();
   ChannelMetrics& metrics = metrics_[job.channel];
   if (job.has_succeeded() || job.was_rejected()) {
@@ -323,7 +325,7 @@ void JobTable::end_reservation(Job& job) noexcept {
   const bool was_cancelled = job.state == State::kCancelled && job.channel != kStores;
   if (job.error.kind() == Reason::Kind::kCorrupted) {
     job.pages->outcome = prefix::Outcome::kDamaged;
-  } else {
+  } else if (job.pages->outcome != prefix::Outcome::kLost) {
     const bool is_done = job.has_succeeded() || was_cancelled || job.was_rejected();
     job.pages->outcome = is_done ? prefix::Outcome::kDone : prefix::Outcome::kFailed;
   }

@@ -178,6 +178,7 @@ void BlockManager::end(int64_t id, Outcome outcome, const RejectedPages& rejecte
 }
 
 void BlockManager::end(Reservations::iterator of, Outcome outcome, const RejectedPages& rejected) {
+  if (outcome == Outcome::kLost) return forget_all(of->second);
   const bool has_failed = outcome == Outcome::kFailed;
   const bool notes = outcome == Outcome::kDamaged && below_ != BelowPolicy::kNothing;
   if (notes) corrupted_.reserve(corrupted_.size() + rejected.size());
@@ -233,9 +234,7 @@ void BlockManager::abandon(int64_t id, bool wait) {
   const auto lock = lock_for(0, wait);
   const std::vector<Pin>& pins = find(id)->second;
   if (!wait && pins.size() > kFewKeys) throw Busy{};
-  for (const Pin& pin : pins) {
-    if (pin.copy != Copy::kNone) groups_[pin.group].pages->forget(pin.page);
-  }
+  forget_all(pins);
 }
 
 Due BlockManager::hold_due(size_t count, size_t group, bool wait) {
@@ -318,6 +317,12 @@ void BlockManager::release_all(const std::vector<Pin>& pins) {
   // The first block is released last, and so evicted last: without it no other block is of use.
   for (size_t i = pins.size(); i-- > 0;) {
     groups_[pins[i].group].pages->release(pins[i].page);
+  }
+}
+
+void BlockManager::forget_all(const std::vector<Pin>& pins) {
+  for (const Pin& pin : pins) {
+    if (pin.copy != Copy::kNone) groups_[pin.group].pages->forget(pin.page);
   }
 }
 

@@ -192,6 +192,8 @@ class BlockManager {
   // below the store threshold. Returns whether there are pages for all that are wanted.
   bool find_wanted(const GroupKeys* keys, Purpose purpose, Assigned& wanted);
   void release_all(const std::vector<Pin>& pins);
+  // The keys that a reservation copies. Its pages stay held.
+  void forget_all(const std::vector<Pin>& pins);
 
   const std::shared_ptr<EndedPages> ended_pages_ = std::make_shared<EndedPages>();
   std::mutex mutex_;

@@ -13,8 +13,9 @@ namespace kvswap::prefix {
 class EndedPages;
 
 // How a copy has ended. kFailed: nobody finds its blocks any more. kDone: the same holds for
-// rejected ones only. kDamaged: and these have other bytes than were stored.
-enum class Outcome { kFailed = 0, kDone = 1, kDamaged = 2 };
+// rejected ones only. kDamaged: and these have other bytes than were stored. kLost: as kFailed, but
+// the copy may still run, until the process ends: nobody gets its pages.
+enum class Outcome { kFailed = 0, kDone = 1, kDamaged = 2, kLost = 3 };
 using RejectedPages = std::vector<std::pair<uint32_t, int64_t>>;  // group and page, ascending
 
 // The pages that a job copies, from their reservation until the manager is told of the job's end.

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 import random
+import tempfile
 import threading
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
+from below_engine import key_of
 from logged import logged
 from patience import in_time
-from relayed import BLOCKS, LARGE, RelayedCache
+from relayed import BLOCKS, FRAGMENT, LARGE, LAYERS, RelayedCache, gain_of
+from served_engine import PAGE_BYTES, serving
 from simulated_cache import needs_kernels
-from simulated_driver import Driver, simulated
+from simulated_driver import Driver, on_device, simulated
+from staged_bytes import numbers
 
-from torch_kvswap import DeviceLostError, HostPool, Job, OffloadHandler
+from torch_kvswap import DeviceLostError, HostPool, Job, OffloadHandler, PrefixCache
 
 KINDS = pytest.mark.parametrize("kind", ["store", "load"])
 
@@ -45,6 +50,44 @@ def test_a_pool_outlives_copies_beside_a_lost_relay(driver: Driver, kind: str, l
         assert not pending or lost == "relay"
         del cache, job
         gc.collect()
+
+
+@needs_kernels
+@simulated
+def test_pages_beside_a_lost_relay_go_to_no_engine(driver: Driver) -> None:
+    """Until the engine is closed, and its copies have ended."""
+    wholes = [numbers(LAYERS, BLOCKS, FRAGMENT) for _ in range(2)]
+    layouts = [on_device(driver, whole) for whole in wholes]
+    keys = [[key_of((engine, number)) for number in LARGE] for engine in range(2)]
+    memory = len(LARGE) * HostPool.page_bytes_of(layouts[0])
+    with tempfile.TemporaryDirectory() as folder, logged():
+        path = f"{folder}/pages"
+        with serving(path, memory // PAGE_BYTES + 1), gain_of(2.0):
+            options: Any = {"copy_method": "staged", "staging_bytes": 1 << 20, "relays": (1,)}
+            lost = PrefixCache.connect(path, layouts[0], model="m", **options)
+            other = PrefixCache.connect(path, layouts[1], model="m")
+            driver.set_mode("manual")
+            driver.set_link(0, slowness=0)  # the own part of the job is still to come
+            store = lost.store(keys[0], LARGE, after=()).job
+            assert store is not None
+            driver.run()
+            driver.lose(719, device=1)
+            assert in_time(store.query)
+            assert [type(result.error) for result in lost.poll()] == [DeviceLostError]
+            assert other.lookup(keys[0]).pending == 0
+            assert other.store(keys[1], LARGE, after=()).state == "full"
+            driver.set_link(0, slowness=1)
+            driver.set_mode("immediate")
+            lost.close()
+            kept = wholes[1].clone()
+            assert other.store(keys[1], LARGE, after=()).state == "storing"
+            other.synchronize()
+            other.poll()
+            wholes[1].zero_()
+            assert other.load(keys[1], LARGE, after=()) is not None
+            other.synchronize()
+            assert torch.equal(wholes[1][:, LARGE], kept[:, LARGE])
+            other.close()
 
 
 @pytest.mark.parametrize("events_happen", [False, True], ids=["", "control"])

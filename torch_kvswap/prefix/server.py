@@ -498,9 +498,11 @@ class PageServer:
         outcome = Outcome(how)
         if len(rejected) % 2:
             raise ProtocolError("it rejects a page without its group")
-        held = session.held.pop(number, None)  # it may have held nothing
-        if held is not None:
-            held._end(outcome, rejected)
+        held = session.held.get(number)  # it may have held nothing
+        if held is not None and outcome == Outcome.LOST:
+            self._manager._abandon(held)
+        elif held is not None:
+            session.held.pop(number)._end(outcome, rejected)
         self._some_ended = True
 
     def _on_borrow(self, session: _Session, numbers: array[int], _: bytes) -> None:
