@@ -55,11 +55,12 @@ class RemoteManager(NotCopyable):
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """See BlockManager.touch()."""
-        self._session.touch(self._read(keys))
+        self._session.wait(pack_keys(Op.TOUCH, (), self._read(keys)))
 
     def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
         """See BlockManager.order()."""
-        self._session.order(self._read(keys), renew=read_switch("renew", renew))
+        renews = read_switch("renew", renew)
+        self._session.wait(pack_keys(Op.ORDER, [renews], self._read(keys)))
 
     def reset(self) -> None:
         """Forgets all blocks, also those of other engines.

@@ -32,7 +32,6 @@ from torch_kvswap.prefix.protocol import (
     Status,
     next_message,
     pack,
-    pack_keys,
 )
 from torch_kvswap.prefix.remote_pools import RemotePools
 
@@ -330,14 +329,13 @@ class Session(NotCopyable):
         with self.lock:
             try:
                 self._ended.take(self._reported)
-                if self._reported:
-                    messages = []
-                    for number, outcome, rejected in self._reported:
-                        # Others have reserved nothing, or with another server.
-                        if self._open.pop(number, None) is not None:
-                            messages.append(pack(Op.END, (number, outcome, *rejected)))
-                    message = b"".join((*messages, message))
-                    self._reported.clear()
+                ended = b""
+                for number, outcome, rejected in self._reported:
+                    # Others have reserved nothing, or with another server.
+                    if self._open.pop(number, None) is not None:
+                        ended += pack(Op.END, (number, outcome, *rejected))
+                self._reported.clear()
+                message = ended + message
                 if self._connection is None:
                     return self._job_ended()
                 if self._failure or not message:
@@ -345,10 +343,12 @@ class Session(NotCopyable):
                 if not (self._awaited or self._outbox):
                     self._moved = time.monotonic()
                 self._awaited += then
-                if not self._outbox:
-                    message = message[_send_some(self._connection, message) :]
-                if message:
+                if self._outbox:
                     self._outbox.append(message)
+                elif (sent := self._connection.send(message, socket.MSG_DONTWAIT)) < len(message):
+                    self._outbox.append(message[sent:])
+            except BlockingIOError:
+                self._outbox.append(message)
             except OSError as error:  # a scheduler's step goes on with the pages that it has
                 self._failure = str(error)
             except BaseException:  # what has ended, or half a message, may not be said
@@ -364,21 +364,13 @@ class Session(NotCopyable):
         self._exchange(0, message, answers.append)
         return answers[0] if answers else None
 
-    def wait(self) -> None:
-        """Waits for the answers to all requests."""
-        self._exchange(0)
+    def wait(self, message: bytes = b"") -> None:
+        """Sends a request, and waits until the server has taken and answered all."""
+        self._exchange(0, message)
 
     def poll(self) -> None:
         """Takes the answers that have come."""
         self._exchange(socket.MSG_DONTWAIT)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """See BlockManager.touch(); with the keys of each group, as other calls."""
-        self.send(pack_keys(Op.TOUCH, (), keys))
-
-    def order(self, keys: Sequence[bytes], *, renew: bool = False) -> None:
-        """See BlockManager.order()."""
-        self.send(pack_keys(Op.ORDER, [renew], keys))
 
     def reset(self) -> None:
         """Forgets all blocks, also those of other engines.
@@ -424,12 +416,13 @@ class Session(NotCopyable):
                 self.send(message, *then)
                 if self._outbox and self._connection is not None:
                     left = b"".join(self._outbox)
-                    if not flags:
-                        self._connection.sendall(left)
-                        self._outbox = []
-                    elif sent := _send_some(self._connection, left):
+                    try:
+                        sent = self._connection.send(left, flags)
                         self._outbox = [left[sent:]] if sent < len(left) else []
                         self._moved = time.monotonic()
+                    except BlockingIOError:
+                        if not flags:
+                            raise
                 while not self._failure and (flags or self._awaited):
                     if self._connection is None:
                         return
@@ -486,14 +479,6 @@ class Session(NotCopyable):
     def _job_ended(self) -> None:
         if self._connection is None and not self._has_jobs():
             self._changed.notify_all()
-
-
-def _send_some(connection: socket.socket, data: bytes) -> int:
-    """How many of these bytes the other end takes now."""
-    try:
-        return connection.send(data, socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return 0
 
 
 def connect_to(path: str) -> tuple[socket.socket, int, int, float]:

@@ -406,7 +406,7 @@ def test_leaving_a_hung_server_keeps_no_page(path: str, when: str) -> None:
             server.send(signal.SIGSTOP)
             a.hold(a.keys("cd"), lambda _: None)
             while when == "the server takes no more" and not a._outbox:
-                a.touch([bytes(1 << 16)])
+                a.touch(bytes(1 << 16))
             if when == "it has given up":
                 a._deadline = 0.1
                 a.until(lambda: not a.is_joined)
@@ -433,10 +433,10 @@ def test_a_deadline_begins_when_the_question_is_sent(
         a = SchedulerSession("", "a")
         a._connection = ours
         while is_full and not a._outbox:
-            a.touch([bytes(1 << 16)])
+            a.touch(bytes(1 << 16))
         a.hold(key_of("x"), lambda _: None)
         now = 0.9
-        a.touch([key_of("x")])  # needs no answer
+        a.touch(key_of("x"))  # needs no answer
         while a._outbox:
             server.recv(1 << 16)
             a.poll()

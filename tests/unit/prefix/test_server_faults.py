@@ -307,16 +307,6 @@ def test_an_idle_engine_joins_the_next_server(path: str) -> None:
             engine.until(lambda: engine.session._generation not in (0, generation))
 
 
-def test_calls_without_an_answer_wait_for_nobody(path: str) -> None:
-    with server_process(path) as server, ServedEngine(path) as engine:
-        engine.compute("abcd")
-        server.send(signal.SIGSTOP)
-        while not engine.session._outbox:  # the server takes no more
-            engine.prefixes.manager.touch(1000 * KEYS)
-        server.send(signal.SIGCONT)
-        assert engine.load("abcd") == 4
-
-
 def test_a_poll_finds_that_a_server_has_died(path: str) -> None:
     with server_process(path) as server, ServedEngine(path) as engine:
         server.kill()

@@ -118,6 +118,14 @@ class SchedulerSession(Session):
         self._free += answer
         self._is_borrowing, self._is_short = False, len(answer) < asked
 
+    def touch(self, keys: bytes) -> None:
+        """See BlockManager.touch()."""
+        self.send(pack_keys(Op.TOUCH, (), [keys]))
+
+    def order(self, keys: bytes, *, renew: bool = False) -> None:
+        """See BlockManager.order()."""
+        self.send(pack_keys(Op.ORDER, [renew], [keys]))
+
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""
         self.send(pack(Op.STATS, [0]), lambda numbers: then(BlockStats(*numbers)))

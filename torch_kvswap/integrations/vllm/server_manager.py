@@ -147,7 +147,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
             return None
         held = asked.take_held()
         asked.see(req_context, keys)
-        self._session.touch([fold_keys(asked.sort(keys))])
+        self._session.touch(fold_keys(asked.sort(keys)))
         return held, pages
 
     def _end_load(self, load: list[RemoteReservation], keys: Collection[Key]) -> None:
@@ -167,7 +167,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
             return
         self._drop(asked)
         if asked.keys:
-            self._session.order([fold_keys(asked.keys)], renew=True)
+            self._session.order(fold_keys(asked.keys), renew=True)
 
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -215,7 +215,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         if stored:
             self._know(stored)
             # Directly behind the chunk in front of them: a prompt is evicted from its end.
-            self._session.order([fold_keys(asked.behind_known(stored, self._known))])
+            self._session.order(fold_keys(asked.behind_known(stored, self._known)))
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """Asks for what the step has looked up and does not know, and lets go of what it has not
