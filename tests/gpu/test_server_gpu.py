@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 import torch
+from below_engine import key_of
 from patience import in_time
 from served_engine import PAGE_BYTES, Process, ServedEngine, engine_process, serving
 
@@ -61,7 +62,7 @@ def test_an_idle_engine_ends_its_stores() -> None:
             ServedEngine(path, "cuda") as engine,
         ):
             idle.hold(prompt)  # its last call
-            assert in_time(lambda: engine.find(prompt).ready == 8)
+            assert in_time(lambda: engine.prefixes.lookup(list(map(key_of, prompt))).ready == 8)
             assert engine.load(prompt) == 8
 
 

@@ -70,7 +70,7 @@ def test_an_idle_engine_ends_its_stores(path: str) -> None:
         assert held.jobs == []
         assert other.prefixes.resume(held, range(32, 40)).state == "pending"
         idle.prefixes.synchronize()  # its last call
-        other.until(lambda: other.find(PROMPT).ready == 8)
+        other.until(lambda: other.prefixes.lookup(keys).ready == 8)
         assert other.prefixes.resume(held, range(32, 40)).state == "loaded"
         assert other.load(PROMPT) == 8
 
