@@ -60,7 +60,7 @@ def test_pages_beside_a_lost_relay_go_to_no_engine(driver: Driver) -> None:
     layouts = [on_device(driver, whole) for whole in wholes]
     keys = [[key_of((engine, number)) for number in LARGE] for engine in range(2)]
     memory = len(LARGE) * HostPool.page_bytes_of(layouts[0])
-    with tempfile.TemporaryDirectory() as folder, logged():
+    with tempfile.TemporaryDirectory() as folder, logged() as messages:
         path = f"{folder}/pages"
         with serving(path, memory // PAGE_BYTES + 1), gain_of(2.0):
             options: Any = {"copy_method": "staged", "staging_bytes": 1 << 20, "relays": (1,)}
@@ -75,6 +75,7 @@ def test_pages_beside_a_lost_relay_go_to_no_engine(driver: Driver) -> None:
             assert in_time(store.query)
             assert [type(result.error) for result in lost.poll()] == [DeviceLostError]
             assert other.lookup(keys[0]).pending == 0
+            assert any("may still write 32 pages" in message for message in messages)
             assert other.store(keys[1], LARGE, after=()).state == "full"
             driver.set_link(0, slowness=1)
             driver.set_mode("immediate")

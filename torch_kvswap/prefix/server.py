@@ -16,6 +16,7 @@ import numpy as np
 
 from torch_kvswap._C import Reservation
 from torch_kvswap._native.arguments import bytes_text, read_int
+from torch_kvswap._native.log import log
 from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.format import PageFormat, load_checksum
 from torch_kvswap.below.read_store import read_store, without_store
@@ -500,6 +501,11 @@ class PageServer:
             raise ProtocolError("it rejects a page without its group")
         held = session.held.get(number)  # it may have held nothing
         if held is not None and outcome == Outcome.LOST:
+            log.warning(
+                "process %d has lost a GPU and may still write %d pages: nobody gets them until it "
+                "has closed its prefix cache or has ended",
+                *(session.pid, sum(map(len, held.pages))),
+            )
             self._manager._abandon(held)
         elif held is not None:
             session.held.pop(number)._end(outcome, rejected)
