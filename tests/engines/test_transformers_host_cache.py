@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,6 +109,20 @@ def test_a_load_that_fails_ends_the_generation() -> None:
         host.handler.pools[0].pages[4].zero_()  # block 0 of layer 4
         with torch.no_grad(), pytest.raises(CorruptedPageError):
             net(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
+        cache.reset()
+        assert torch.equal(generate(net, cache, 128), generate(net, chunk=128))
+
+
+def test_after_a_failed_pass_a_cache_needs_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, token = model(), torch.ones(2, 1, dtype=torch.int64)
+    with host_cache(net) as cache, torch.no_grad():
+        generate(net, cache, 128, max_new_tokens=2)
+        with monkeypatch.context() as patched:
+            patched.setattr(OffloadHandler, "load", Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):  # in the first layer
+                net(token, past_key_values=cache)
+        with pytest.raises(RuntimeError, match="a forward pass did not end"):
+            net(token, past_key_values=cache)
         cache.reset()
         assert torch.equal(generate(net, cache, 128), generate(net, chunk=128))
 

@@ -227,7 +227,9 @@ class _HostLayers:
     def _check(self, layer: int, tokens: int) -> None:
         if self.is_closed:
             raise RuntimeError("the HostCache is closed; make another one")
-        if layer != self.step % self.layers:
+        # A pass that failed in its first layer has taken the store before it.
+        is_whole = self.step == 0 or self.step - 1 in self.stores
+        if layer != self.step % self.layers or not is_whole:
             raise RuntimeError(
                 f"full-attention layer {layer} follows layer {(self.step - 1) % self.layers}: a "
                 "forward pass did not end, or the HostCache has another model's config; reset() "
