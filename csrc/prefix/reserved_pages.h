@@ -14,7 +14,7 @@ class EndedPages;
 
 // How a copy has ended. kFailed: nobody finds its blocks any more. kDone: the same holds for
 // rejected ones only. kDamaged: and these have other bytes than were stored. kLost: as kFailed, but
-// the copy may still run, until the process ends: nobody gets its pages.
+// the copy may still run: nobody gets its pages before the handler is closed.
 enum class Outcome { kFailed = 0, kDone = 1, kDamaged = 2, kLost = 3 };
 using RejectedPages = std::vector<std::pair<uint32_t, int64_t>>;  // group and page, ascending
 

@@ -87,7 +87,7 @@ class Outcome(IntEnum):
     FAILED = 0  # nobody finds its blocks any more
     DONE = 1  # the same holds for rejected ones only
     DAMAGED = 2  # the same, and the rejected ones are deleted below: they have other bytes
-    LOST = 3  # as FAILED, but the copy may run until the process ends: nobody gets its pages
+    LOST = 3  # as FAILED, but the copy may still run: nobody gets its pages before LEAVE
 
 
 class Status(IntEnum):

@@ -29,6 +29,7 @@ from torch_kvswap.prefix.protocol import (
     READ_BYTES,
     VERSION,
     Op,
+    Outcome,
     Status,
     next_message,
     pack,
@@ -274,7 +275,7 @@ class Session(NotCopyable):
             with self.lock:
                 if self._changed.wait_for(self._may_join, pause):
                     return
-            with contextlib.suppress(MemoryError):
+            with contextlib.suppress(MemoryError):  # there may be more the next time
                 self.end_jobs()
                 self.poll()
 
@@ -331,9 +332,11 @@ class Session(NotCopyable):
                 self._ended.take(self._reported)
                 ended = b""
                 for number, outcome, rejected in self._reported:
-                    # Others have reserved nothing, or with another server.
-                    if self._open.pop(number, None) is not None:
-                        ended += pack(Op.END, (number, outcome, *rejected))
+                    if number not in self._open:  # of nothing, or of another server
+                        continue
+                    if outcome != Outcome.LOST:  # else the pages are in use: it joins no more
+                        del self._open[number]
+                    ended += pack(Op.END, (number, outcome, *rejected))
                 self._reported.clear()
                 message = ended + message
                 if self._connection is None:
@@ -414,15 +417,16 @@ class Session(NotCopyable):
         with self.lock:
             try:
                 self.send(message, *then)
-                if self._outbox and self._connection is not None:
+                while self._outbox and self._connection is not None:
                     left = b"".join(self._outbox)
                     try:
-                        sent = self._connection.send(left, flags)
-                        self._outbox = [left[sent:]] if sent < len(left) else []
-                        self._moved = time.monotonic()
+                        sent = self._connection.send(left, flags)  # less, if a signal comes
                     except BlockingIOError:
                         if not flags:
                             raise
+                        break
+                    self._outbox = [left[sent:]] if sent < len(left) else []
+                    self._moved = time.monotonic()
                 while not self._failure and (flags or self._awaited):
                     if self._connection is None:
                         return

@@ -184,6 +184,39 @@ def test_a_stopped_engine_keeps_its_pages(path: str) -> None:
             assert counts(engine) == before
 
 
+def test_pages_of_a_lost_device_stay_held_without_connection(path: str) -> None:
+    with serving(path, 4), ServedEngine(path) as engine, ServedEngine(path) as other:
+        store = engine.prefixes.manager._prepare_store([b"".join(map(key_of, range(4)))])
+        store._end(Outcome.LOST, [])
+        engine.session.poll()
+        engine.session._connection.shutdown(socket.SHUT_RDWR)
+        engine.session.poll()
+        assert engine.session._has_jobs()  # so it does not join again, which would free them
+        assert other.prefixes.store([key_of(4)], [0]).state == "full"
+        engine.prefixes.close()
+        other.until(lambda: other.prefixes.store([key_of(4)], [0]).state == "storing")
+
+
+class ShortSends:
+    """A connection on which each send is cut short, as by a signal."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def send(self, data: bytes, flags: int = 0) -> int:
+        return self._connection.send(data[:100], flags)
+
+
+def test_a_request_cut_short_is_sent_to_its_end(path: str) -> None:
+    with serving(path), ServedEngine(path) as engine:
+        engine.session._connection = ShortSends(engine.session._connection)
+        assert engine.prefixes.lookup(list(map(key_of, range(100)))).found == 0
+        assert engine.is_served
+
+
 @pytest.mark.parametrize("pages", [8, 32, 64])
 def test_engines_outlive_a_killed_server(pages: int, path: str) -> None:
     """The next server has fewer pages, as many, or more."""
