@@ -35,13 +35,8 @@ void Pages::hold_forgotten(uint32_t page) {
 }
 
 void Pages::hold(uint32_t page) {
-  Node& node = table_.nodes[page];
-  if (is_idle(page)) {
-    policy_->remove_idle(page);
-  } else if (node.count == 1 && (node.below & kWriting) != 0) {
-    policy_->unplace(page);  // idle: writing it below does not count as a use
-  }
-  ++node.count;
+  is_idle(page) ? policy_->remove_idle(page) : policy_->unplace(page);
+  ++table_.nodes[page].count;
 }
 
 void Pages::hold_in_place(uint32_t page) {

@@ -115,6 +115,18 @@ def test_holding_pages_without_use_changes_no_order(policy, is_use):
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_prompt_extended_under_a_hold_is_newest(policy):
+    manager = BlockManager(6, eviction_policy=policy)
+    for keys in ("ab", "cd"):
+        manager.complete(manager.prepare_store([*keys]))
+    held = manager._hold([["a", "b"]])
+    manager.complete(manager.prepare_store(["a", "b", "e"]))
+    manager.complete(held)
+    manager.complete(manager.prepare_store(["f", "g", "h"]))
+    assert [key for key in "abcde" if not manager.lookup([key]).ready] == ["c", "d"]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("how", ["is released", "is placed before a held one"])
 def test_what_evictions_have_skipped_can_be_evicted(policy, how):
     manager = BlockManager(5, eviction_policy=policy)
