@@ -120,16 +120,15 @@ def _announce_write(op: str, name: str, written: Tensor | Sequence[Tensor]) -> N
     Raises:
         RuntimeError: a tensor requires grad, and grad mode is enabled.
     """
+    if torch.is_grad_enabled():
+        for i, tensor in enumerate([written] if isinstance(written, Tensor) else written):
+            if tensor.requires_grad:
+                at = name if isinstance(written, Tensor) else f"{name}[{i}]"
+                raise RuntimeError(
+                    f"torch_kvswap::{op}: {at} requires grad, but the op has no gradient; call it "
+                    f"under torch.no_grad(), or pass {at}.detach()"
+                )
     torch.autograd.graph.increment_version(written)
-    if not torch.is_grad_enabled():
-        return
-    for i, tensor in enumerate([written] if isinstance(written, Tensor) else written):
-        if tensor.requires_grad:
-            at = name if isinstance(written, Tensor) else f"{name}[{i}]"
-            raise RuntimeError(
-                f"torch_kvswap::{op}: {at} requires grad, but the op has no gradient; call it "
-                f"under torch.no_grad(), or pass {at}.detach()"
-            )
 
 
 def _refuse_other_devices() -> None:

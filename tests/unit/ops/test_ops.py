@@ -132,12 +132,13 @@ def test_a_destination_that_requires_grad_is_refused(op, kind):
         else:
             ops.swap_kv_blocks([src, src], [src.clone(), dst], ids, ids)
 
-    name = "dst" if op == "swap_blocks" else "dst[1]"
+    name, version = "dst" if op == "swap_blocks" else "dst[1]", dst._version
     assert message_of(lambda: write(dst)) == (
         f"torch_kvswap::{op}: {name} requires grad, but the op has no gradient; call it under "
         f"torch.no_grad(), or pass {name}.detach()"
     )
     assert not dst.any()
+    assert dst._version == version  # a backward pass may still use it
     with torch.no_grad():
         write(dst)
     assert dst[1].tolist() == [1, 1]
