@@ -34,7 +34,7 @@ class Handler {
   // Appends the first jobs that have ended and were not reported, at most `most`, which are
   // reported from now on. Asks the device. Returns whether more have ended.
   bool report(size_t most, EndedJobs& to) noexcept;
-  // Tells the manager how jobs have ended, also those that were not reported. Asks the device.
+  // Asks the device which jobs have ended, and tells the manager, without a poll().
   void end_reservations() noexcept;
   // The jobs that failed or were cancelled and were not reported.
   std::vector<JobRef> unreported_failures();

@@ -226,7 +226,7 @@ class BelowServer(Server):
         self.poll()
         below = self.prefixes._below
         assert below is not None
-        if below._asking:  # what is there would be read into pages
+        if below._asking:  # it would be read into pages
             return False
         stats = self.prefixes.manager.stats()
         is_unused = stats.free_pages + stats.idle_pages == self.pool.num_pages

@@ -13,7 +13,7 @@ scheduler comes when no job uses it any more.
 
 An engine holds pages that it reads, under a number that it chooses, until END. It reserves pages
 for the keys that it stores, which are found after END; or it borrows pages before it knows the
-keys, and gives them back, with the keys of those that have their blocks.
+keys, and gives them back, with the keys of the blocks that were copied.
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ class RemotePools:
 
     def _groups(self, handler: OffloadHandler, pools: Sequence[HostPool]) -> Groups:
         """What the handler gets."""
-        layouts = handler.layouts
-        return Groups(layouts, pools)
+        return Groups(handler.layouts, pools)
 
 
 def read_model(name: str, model: object) -> tuple[str, int, int]:

@@ -65,9 +65,9 @@ class SchedulerSession(Session):
         self.send()
 
     def begin_store(self, count: int) -> list[int] | None:
-        """Pages for so many blocks of a store, or fewer if the server lends no more.
+        """Pages for `count` blocks of a store, or fewer if the server lends no more.
 
-        They are the store's until end_store(). None if a later step will have enough.
+        The store has them until end_store(). None if a later step will have enough.
         """
         self._taken += count
         if len(self._free) < count and not (self._free and self._is_short):
@@ -82,7 +82,7 @@ class SchedulerSession(Session):
 
         Args:
             pages (Sequence[int]): of the store.
-            stored (Sequence[int]): those that have their blocks.
+            stored (Sequence[int]): the pages whose blocks were copied.
             keys (bytes): of these blocks, which others find from now on, unless the server was
                 reset since the store began.
         """
