@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
         finally:
             for server in servers:
                 server.stop()
-    print(rounds_table(rounds), "", differences(rounds), sep="\n")
+    print(rounds_table(rounds), "", load_rates(rounds), differences(rounds), sep="\n")
     content = {
         "benchmark": "integration_vllm",
         "settings": {
@@ -90,7 +90,8 @@ def main(arguments: list[str]) -> int:
 class Round:
     """What an engine has served at once: seconds of all, to the first token of each request, tokens
     of each that came from a cache, and the tokens that it made. If other requests decoded
-    meanwhile: the longest of their steps, beside each request."""
+    meanwhile: the longest of their steps, beside each request. loads: bytes and seconds that vLLM
+    has counted of a worker's loads since it started."""
 
     engine: str
     turn: int
@@ -99,6 +100,7 @@ class Round:
     ttft: list[float]
     cached: list[int]
     tokens: list[list[int]]
+    loads: list[float]
     steps: list[float] = field(default_factory=list)
 
     @property
@@ -121,6 +123,7 @@ class Round:
             "ttft_s": summary(self.ttft),
             **({"steps_s": summary(self.steps)} if self.steps else {}),
             "cached": sum(self.cached),
+            "loads": self.loads,
         }
 
 
@@ -262,6 +265,13 @@ def rounds_table(rounds: Sequence[Round]) -> str:
     kinds = dict.fromkeys(each.kind for each in rounds)
     engines = dict.fromkeys(each.engine for each in rounds)
     return table_of(columns, list(product(kinds, engines)))
+
+
+def load_rates(rounds: Sequence[Round]) -> str:
+    """Bytes per second of the loads alone, as vLLM has timed them."""
+    last = {each.engine: each.loads for each in rounds}
+    rates = (f"{name} {size / took / 1e9:.1f}" for name, (size, took) in last.items() if took)
+    return f"loads of each GPU, GB/s: {', '.join(rates)}"
 
 
 def differences(rounds: Sequence[Round]) -> str:

@@ -85,6 +85,7 @@ class Engine:
             "cached": [request.num_cached_tokens or 0 for request in requests],
             "tokens": [list(request.outputs[0].token_ids) for request in requests],
             "steps": steps,
+            "loads": [_counted(f"vllm:kv_offload_load_{what}_total") for what in ("bytes", "time")],
         }
 
     def end(self) -> None:
@@ -130,6 +131,14 @@ class Engine:
         while engine.has_unfinished_requests():
             engine.step()
         return made["new"], longest
+
+
+def _counted(name: str) -> float:
+    """What vLLM has counted since it started."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    return sum(sample.value for sample in samples if sample.name == name)
 
 
 def _sampling(output: int) -> Any:
