@@ -35,17 +35,29 @@ void Pages::hold_forgotten(uint32_t page) {
 }
 
 void Pages::hold(uint32_t page) {
-  is_idle(page) ? policy_->remove_idle(page) : policy_->unplace(page);
-  ++table_.nodes[page].count;
+  Node& node = table_.nodes[page];
+  if (is_idle(page)) {
+    policy_->remove_idle(page);
+  } else if (node.is_suspended) {  // as if it were idle
+    policy_->unplace(page);
+  }
+  node.is_suspended = false;
+  ++node.count;
 }
 
 void Pages::hold_in_place(uint32_t page) {
-  if (is_idle(page)) policy_->suspend_idle(page);
-  ++table_.nodes[page].count;
+  Node& node = table_.nodes[page];
+  if (is_idle(page)) {
+    policy_->suspend_idle(page);
+    node.is_suspended = true;
+  }
+  ++node.count;
 }
 
 void Pages::release(uint32_t page) {
-  if (--table_.nodes[page].count > 0) return;
+  Node& node = table_.nodes[page];
+  if (--node.count > 0) return;
+  node.is_suspended = false;
   if (state(page) == PageState::kForgotten) {
     free(page);
   } else {

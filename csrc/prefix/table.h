@@ -25,6 +25,7 @@ struct Node {
   uint32_t count;          // Pages: how many hold the page. LookupCounter: lookups
   uint8_t list, state;     // list: of the policy, less than kMaxLists. state: a PageState
   bool has_place;          // in the order of eviction
+  bool is_suspended;       // Pages: held, by hold_in_place() only
   uint8_t below;           // Pages: bits of a page's way to the second tier, see pages.h
 };
 

@@ -127,6 +127,24 @@ def test_a_prompt_extended_under_a_hold_is_newest(policy):
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_prompt_extended_while_loaded_keeps_its_place(policy):
+    manager, folded = BlockManager(6, eviction_policy=policy), {}
+    for keys in ("ab", "cd"):
+        folded[keys] = [key.encode() for key in keys]
+        manager.complete(manager.prepare_store(folded[keys]))
+    loads = []
+    for keys in ("ab", "cd"):
+        loads.append(manager.prepare_load(folded[keys]))
+        manager.order(folded[keys], renew=True)
+    store = manager.prepare_store([b"a", b"b", b"e"])
+    manager.order([b"a", b"b", b"e"])
+    for one in (*loads, store):
+        manager.complete(one)
+    manager.complete(manager.prepare_store([b"f", b"g"]))
+    assert [key for key in "abcde" if not manager.lookup([key.encode()]).ready] == ["e"]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("how", ["is released", "is placed before a held one"])
 def test_what_evictions_have_skipped_can_be_evicted(policy, how):
     manager = BlockManager(5, eviction_policy=policy)
