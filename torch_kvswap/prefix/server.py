@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -60,20 +60,19 @@ class Stage(IntEnum):
     WAITS = 1  # it has said MEET, and has no answer yet
     MEMBER = 2  # its cache fits to the pages; of a scheduler, all its workers are ready
     READY = 3  # a worker that has pinned the memory
-    OVER = 4  # a scheduler that has ended; its pages are its workers'
 
 
 class _Session(Peer):
     """An engine, or its scheduler or one of its workers if these are processes of their own. It
-    outlives its connection while it has pages and its process lives, those of its workers, and
-    those that were forked from them.
+    outlives its connection while it has pages and its process lives, or one that was forked from
+    it. What a scheduler has reserved its workers copy: when it has ended, it is theirs.
 
     Attributes:
         number (int): names it when it connects again; no other server has it.
         engine (str): its name, if scheduler and workers are sessions of their own.
         worker (int): its number among the workers.
         workers (int): of a scheduler: how many its engine has.
-        held (dict[int, Reservation]): by the engine's numbers.
+        held (dict[Hashable, Reservation]): by the engine's numbers; see take_over().
         lent (set[int]): pages that it has borrowed.
     """
 
@@ -82,7 +81,7 @@ class _Session(Peer):
         self._server, self.number = server, secrets.randbits(62) + 1
         self.engine, self.worker, self.workers = "", 0, 0
         self.stage = Stage.CAME
-        self.held: dict[int, Reservation] = {}
+        self.held: dict[Hashable, Reservation] = {}
         self.lent: set[int] = set()
 
     def take(self, kind: int, numbers: array[int], data: bytes) -> None:
@@ -90,13 +89,17 @@ class _Session(Peer):
 
     def lost(self) -> None:
         """What the engine has reserved stays its own while its process lives."""
-        if self.stage == Stage.WAITS:
-            self.stage = Stage.CAME
         if not self.has_pages and not (self.is_member and self.is_worker):
             self._server._end_session(self)
 
     def ended(self) -> None:
         self._server._end_session(self)
+
+    def take_over(self, other: _Session) -> None:
+        """Has what another session of the engine has reserved."""
+        self.held |= {(other.number, number): held for number, held in other.held.items()}
+        self.lent |= other.lent
+        other.held, other.lent = {}, set()
 
     def answer(self, numbers: Iterable[int] = ()) -> None:
         self.send(pack(Status.DONE, numbers))
@@ -115,10 +118,6 @@ class _Session(Peer):
     @property
     def is_member(self) -> bool:
         return self.stage >= Stage.MEMBER
-
-    @property
-    def is_over(self) -> bool:
-        return self.stage == Stage.OVER
 
     @property
     def has_pages(self) -> bool:
@@ -316,30 +315,21 @@ class PageServer:
             raise
 
     def _end_session(self, session: _Session) -> None:
-        """No copy of the engine uses a page any more: its process has ended, or it says so.
-
-        The copies of a scheduler's pages are its workers': they may still run.
+        """No copy of this process uses a page any more: it has ended, or it says so. A worker of
+        its engine may still copy what it has reserved.
         """
         if session.number not in self._sessions:
             return
-        others = self._of_engine(session)
-        is_in_use = session.is_scheduler and session.has_pages
-        if is_in_use and any(other.is_member for other in others):
-            session.stage = Stage.OVER
-            return session.disconnect()
+        for other in self._of_engine(session):
+            if other.is_worker and other.is_member:
+                other.take_over(session)
         self._drop(session)
-        for other in others:
-            if other.is_over:
-                self._end_session(other)
 
     def _of_engine(self, session: _Session) -> list[_Session]:
-        """The sessions of the other role of the same engine."""
-        return [
-            other
-            for other in self._sessions.values()
-            if session.engine and other.engine == session.engine
-            if other.is_scheduler != session.is_scheduler
-        ]
+        """The other sessions of the same engine."""
+        every = self._sessions.values()
+        same = [other for other in every if session.engine and other.engine == session.engine]
+        return [other for other in same if other is not session]
 
     def _drop(self, session: _Session) -> None:
         """Frees what an engine has reserved, and forgets it. What an engine that has not said that
@@ -359,7 +349,7 @@ class PageServer:
             self._some_ended = True
 
         writes = bool(lent) or any(one.fills for one in held)
-        if writes and (session.is_dead or session.is_over):
+        if writes and (session.is_dead or session.is_worker):  # which has them from a scheduler
             self._loop.later(QUARANTINE, free)
         else:
             free()
@@ -425,14 +415,12 @@ class PageServer:
         session.worker, session.workers = int(said.pop("worker")), int(said.pop("workers"))
         earlier = self._sessions.get(said.pop("session"))
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
+            if session.is_worker:
+                session.take_over(earlier)
             self._drop(earlier)
-        for other in self._sessions.values():
-            is_same = (
-                other.engine == session.engine
-                and other.worker == session.worker
-                and other.is_scheduler == session.is_scheduler
-            )
-            if session.engine and is_same and other.is_member and not other.is_over:
+        for other in self._of_engine(session):
+            is_same = other.worker == session.worker and other.is_worker == session.is_worker
+            if is_same and other.is_member:
                 raise ValueError(
                     f"another engine, process {other.pid}, has the name {session.engine!r} at "
                     f"{self._path}; give each engine its own engine_id"
@@ -452,10 +440,12 @@ class PageServer:
         """Answers the processes of this engine that wait for others: the scheduler for all workers
         to be ready, and these for the scheduler.
         """
-        for one in [session, *self._of_engine(session)]:
-            others = [other for other in self._of_engine(one) if not other.is_over]
-            ready = sum(other.stage == Stage.READY for other in others)
-            if one.stage == Stage.WAITS and (ready == one.workers if one.is_scheduler else others):
+        every = [session, *self._of_engine(session)]
+        ready = sum(one.stage == Stage.READY for one in every)
+        has_scheduler = any(one.is_scheduler for one in every)
+        for one in every:
+            is_met = ready == one.workers if one.is_scheduler else has_scheduler
+            if one.stage == Stage.WAITS and is_met:
                 pages = 0 if self._made is None else self._made.pools[0].num_pages
                 one.stage = Stage.MEMBER if one.is_scheduler else Stage.CAME
                 one.answer([self._index, pages])

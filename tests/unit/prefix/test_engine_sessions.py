@@ -225,7 +225,7 @@ def test_pages_come_back_when_all_processes_ended(
             one.send(signal.SIGKILL)
             one.wait()
         own = os.getpid(), ends.pid
-        a.until(lambda: all(of.pid in own or of.is_over for of in [*server._sessions.values()]))
+        a.until(lambda: all(of.pid in own for of in [*server._sessions.values()]))
         assert stats(server).idle_pages == 2
         assert stats(server).filling_pages > before.filling_pages
         ends.send(signal.SIGKILL)
@@ -233,7 +233,8 @@ def test_pages_come_back_when_all_processes_ended(
         assert stats(server).filling_pages == before.filling_pages
 
 
-def test_a_leaving_scheduler_leaves_its_worker_pages(path: str) -> None:
+@pytest.mark.parametrize("reconnects", [False, True])
+def test_a_leaving_scheduler_leaves_its_worker_pages(path: str, reconnects: bool) -> None:
     """At a shutdown the worker may still copy."""
     with serving(path) as server, split(path, "a") as a:
         a.store("ab")
@@ -242,7 +243,11 @@ def test_a_leaving_scheduler_leaves_its_worker_pages(path: str) -> None:
         held = b.find("ab")
         assert min(held.answers) >= 0
         b.close()
-        a.until(lambda: any(of.is_over for of in server._sessions.values()))
+        a.until(lambda: len(server._sessions) == 3)
+        if reconnects:
+            before = worker._session
+            worker._connection.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+            a.until(lambda: worker.is_joined and worker._session != before)
         assert stats(server).idle_pages == 0
         worker.close()
         a.until(lambda: stats(server).idle_pages == 2)
