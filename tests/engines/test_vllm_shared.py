@@ -290,13 +290,13 @@ def test_requests_that_another_engines_reset_overtakes_store_nothing(folder, pat
 def test_pages_are_lent_before_a_miss_is_told(folder, path):
     with page_server(path, 64) as server:
         a = ServedRanks("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
-        hold, lent = server._handlers[Op.ASK], []
+        hold, lent = server._handlers[Op.HOLD], []
 
         def note_and_hold(session: Any, *message: Any) -> None:
             lent.append(len(session.lent))
             hold(session, *message)
 
-        server._handlers[Op.ASK] = note_and_hold
+        server._handlers[Op.HOLD] = note_and_hold
         assert a.find(keys(1)) == ["MISS"]
         assert lent[0] > 0
         a.shutdown()

@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 19
+VERSION = 20
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
@@ -42,34 +42,32 @@ class Op(IntEnum):
     # The answer of both: `resets` of the index, pages of the first group.
     HELLO = 1  # JSON, and open_lock(). Behind the answer come the PoolHandles
     MEET = 2  # JSON. The answer comes when the others have come
-    ASK = 3  # Ask, number of what is held, keys. The answer: see Ask
+    # Whether it was counted before, number, keys. Holds what is `ready`, unless the number is 0.
+    # The answer: a Lookup without its lease.
+    LOOKUP = 3
+    # Number, keys. Holds all keys, or none; this is a use. The answer: their pages, or nothing.
+    LOAD = 4
+    # Number, keys of the only group. Holds those that are ready. The answer: the page of each key,
+    # or its KeyState.
+    HOLD = 5
     # Number, lease, keys. Lends a page for each key that has none. These are pending until END says
     # with this number how their store has ended. A lease that is not 0 is the number under which
     # the pages of all keys are held, too. The answer: how many pages are lent, and for each key its
     # page, or KeyState.ABSENT if none is lent; nothing if there is not enough room; or it is
     # refused.
-    RESERVE = 4
-    BORROW = 5  # how many pages of the first group at most. The answer: the pages
-    STATS = 6  # group. The answer: BlockStats
-    RESET = 7  # the answer: no number
+    RESERVE = 6
+    BORROW = 7  # how many pages of the first group at most. The answer: the pages
+    STATS = 8  # group. The answer: BlockStats
+    RESET = 9  # the answer: no number
     # These get no answer.
     # number, Outcome, group and page of each rejected page: what has this number has ended
-    END = 8
+    END = 10
     # `resets` when the store began, borrowed pages; the key of each if they have their blocks.
-    GIVE_BACK = 9
-    TOUCH = 10  # keys
-    ORDER = 11  # whether it is renewed, keys
-    READY = 12  # the memory is pinned
-    LEAVE = 13  # no job is in flight. On a new connection: another session of this process
-
-
-class Ask(IntEnum):
-    """What ASK does."""
-
-    LOOK = 0  # holds what is `ready`, unless the number is 0. Answer: a Lookup
-    AGAIN = 1  # the same, for a lookup that was counted before
-    HOLD = 2  # holds the keys that are ready. Answer: the KeyState of each key, or its page
-    LOAD = 3  # holds all keys, or none; this is a use. Answer: for each key its page, or nothing
+    GIVE_BACK = 11
+    TOUCH = 12  # keys
+    ORDER = 13  # whether it is renewed, keys
+    READY = 14  # the memory is pinned
+    LEAVE = 15  # no job is in flight. On a new connection: another session of this process
 
 
 class KeyState(IntEnum):

@@ -16,7 +16,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.block_groups import BlockGroup, read_groups, unit_tokens
 from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
 from torch_kvswap.prefix.manager import BlockStats, Lookup, needed_blocks
-from torch_kvswap.prefix.protocol import Ask, Op, pack, pack_keys
+from torch_kvswap.prefix.protocol import Op, pack, pack_keys
 from torch_kvswap.prefix.remote_pools import RemotePools
 from torch_kvswap.prefix.session import RemoteReservation, Session
 
@@ -91,9 +91,9 @@ class RemoteManager(NotCopyable):
 
     def _lookup(self, keys: list[bytes], *, again: bool = False, hold: bool = False) -> Lookup:
         """See PrefixCache.lookup()."""
-        session, how = self._session, Ask.AGAIN if read_switch("again", again) else Ask.LOOK
+        session, is_again = self._session, read_switch("again", again)
         lease = session.reserve(is_load=True, is_lease=True) if read_switch("hold", hold) else None
-        message = pack_keys(Op.ASK, [how, 0 if lease is None else lease.id], keys)
+        message = pack_keys(Op.LOOKUP, [is_again, 0 if lease is None else lease.id], keys)
         found, ready, pending, asking = session.ask(message) or (0, 0, 0, 0)
         if lease is not None and not ready:
             session.drop(lease)
@@ -103,7 +103,7 @@ class RemoteManager(NotCopyable):
     def _prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         made = self._session.reserve(is_load=True)
-        answer = self._session.ask(pack_keys(Op.ASK, [Ask.LOAD, made.id], keys))
+        answer = self._session.ask(pack_keys(Op.LOAD, [made.id], keys))
         if answer is None or len(answer) * KEY_BYTES < sum(map(len, keys)):
             self._session.drop(made)
             return None

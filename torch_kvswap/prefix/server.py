@@ -9,7 +9,6 @@ import secrets
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from torch_kvswap.prefix.peers import EventLoop, Listener, Peer
 from torch_kvswap.prefix.protocol import (
     MAGIC,
     VERSION,
-    Ask,
     KeyState,
     Op,
     Outcome,
@@ -48,7 +46,7 @@ QUARANTINE = 5.0  # seconds before pages that a dead engine was writing are reus
 _LEAST_DEADLINE, _MOST_DEADLINE = 0.001, 3600.0
 _TIER_SECONDS = 1.0  # between checks for calls of the tier that have timed out
 _MAX_LENT_SHARE = 1 / 4  # of the pages that may be lent, divided among the borrowers
-_NOTHING, _NO_PAGES = Lookup(0, 0, 0), np.empty(0, np.int64)
+_NO_PAGES = np.empty(0, np.int64)
 
 
 class Stage(IntEnum):
@@ -452,31 +450,41 @@ class PageServer:
                 if not one.is_member:
                     one.expect()
 
-    def _on_ask(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        how, number, *counts = numbers.tolist()
-        of_groups = self._keys(counts, data)
-        if how in (Ask.LOOK, Ask.AGAIN):
-            found = self._look(of_groups, again=how == Ask.AGAIN, hold=bool(number))
-            if found.lease is not None:
-                self._keep(session, number, found.lease)
-            session.answer(found[:4])
-        else:
-            session.answer(self._hold(session, number, Ask(how), of_groups))
-
-    def _look(self, of_groups: list[bytes], again: bool, hold: bool = False) -> Lookup:
+    def _lookup(self, keys: list[bytes], again: bool, hold: bool = False) -> Lookup:
+        """Also asks the second tier."""
         tier = self._pages.tier
-        found = self._manager._lookup(of_groups, again=again, hold=hold)
-        return found if tier is None else tier.ask(found, of_groups)
+        found = self._manager._lookup(keys, again=again, hold=hold)
+        return found if tier is None else tier.ask(found, keys)
 
-    def _hold(self, session: _Session, number: int, how: Ask, of_groups: list[bytes]) -> array[int]:
-        """What is answered for a list of keys whose pages are to be held."""
-        is_load = how == Ask.LOAD
-        held = self._manager._prepare_load(of_groups) if is_load else self._manager._hold(of_groups)
+    def _on_lookup(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        again, number, *counts = numbers.tolist()
+        found = self._lookup(self._keys(counts, data), again=bool(again), hold=bool(number))
+        if found.lease is not None:
+            self._keep(session, number, found.lease)
+        session.answer(found[:4])
+
+    def _on_load(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        number, *counts = numbers.tolist()
+        keys = self._keys(counts, data)
+        held = self._manager._prepare_load(keys)
+        if held is None:
+            return session.answer()
+        self._keep(session, number, held)
+        session.answer(_page_of_each(keys, held))
+
+    def _on_hold(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        number, *counts = numbers.tolist()
+        keys = self._keys(counts, data)
+        held = self._manager._hold(keys)
         if held is not None:
             self._keep(session, number, held)
-        elif is_load:
-            return array("q")
-        return _page_of_each(of_groups, held, partial(self._look, of_groups, again=True))
+        answer = _page_of_each(keys, held)
+        states = np.frombuffer(answer, np.int64)  # the same memory
+        if (states < 0).any():
+            found = self._lookup(keys, again=True)
+            come = states[: found.found + found.asking]
+            come[come < 0] = KeyState.ARRIVES
+        session.answer(answer)
 
     def _keep(self, session: _Session, number: int, held: Reservation) -> None:
         """Holds pages for an engine until END, or until it has ended."""
@@ -560,19 +568,15 @@ class PageServer:
                 self._end_session(ended)
 
 
-def _page_of_each(
-    keys: list[bytes],
-    reserved: Reservation | None,
-    look: Callable[[], Lookup] = lambda: _NOTHING,
-) -> array[int]:
-    """For each key the page that is reserved for it. look: finds out which of the others arrive."""
+def _page_of_each(keys: list[bytes], reserved: Reservation | None) -> array[int]:
+    """For each key of all groups the page that is reserved for it, or KeyState.ABSENT."""
     answer = array("q")
     for group, of_group in enumerate(keys):
-        numbers = _NO_PAGES if reserved is None else reserved.pages[group]
-        if len(numbers) * KEY_BYTES < len(of_group):
-            found, numbers = look(), np.full(len(of_group) // KEY_BYTES, KeyState.ABSENT, np.int64)
-            numbers[: found.found + found.asking] = KeyState.ARRIVES  # a scheduler has one group
+        pages = _NO_PAGES if reserved is None else reserved.pages[group]
+        if len(pages) * KEY_BYTES < len(of_group):
+            of_each = np.full(len(of_group) // KEY_BYTES, KeyState.ABSENT, np.int64)
             if reserved is not None:
-                numbers[reserved.key_indices[group]] = reserved.pages[group]
-        answer.frombytes(numbers.tobytes())
+                of_each[reserved.key_indices[group]] = pages
+            pages = of_each
+        answer.frombytes(pages.tobytes())
     return answer

@@ -41,7 +41,7 @@ from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.prefix import peers, remote_manager, session
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.manager import Lookup
-from torch_kvswap.prefix.protocol import HEAD, Ask, Op, Outcome, pack, pack_keys
+from torch_kvswap.prefix.protocol import HEAD, Op, Outcome, pack, pack_keys
 from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
@@ -437,18 +437,17 @@ def test_other_files_are_left_alone(tmp_path: Any) -> None:
 
 NONSENSE = {
     "bytes": b"GET / HTTP/1.1\r\n\r\n" * 100,
-    "a length of 4 GiB": HEAD.pack((1 << 32) - 1, Op.ASK, 0),
-    "more numbers than bytes": HEAD.pack(8, Op.ASK, 2) + bytes(8),
+    "a length of 4 GiB": HEAD.pack((1 << 32) - 1, Op.LOOKUP, 0),
+    "more numbers than bytes": HEAD.pack(8, Op.LOOKUP, 2) + bytes(8),
     "an unknown request": pack(99),
     "no request": pack(0),
     "a second hello": pack(Op.HELLO, data=b"{}"),
     "keys without a number": pack(Op.TOUCH, (), b"1"),
     "more keys than there are": pack(Op.RESERVE, [1, 0, 1 << 40]),
     "a negative number of keys": pack(Op.TOUCH, [-1]),
-    "half a key": pack(Op.ASK, [Ask.HOLD, 1, 1], b"1234"),
-    "no keys": pack(Op.ASK, [Ask.HOLD, 1]),
+    "half a key": pack(Op.HOLD, [1, 1], b"1234"),
+    "no keys": pack(Op.HOLD, [1]),
     "keys of two groups": pack_keys(Op.RESERVE, [1, 0], [KEYS[0], KEYS[1]]),
-    "an unknown question": pack_keys(Op.ASK, [7, 1], [KEYS[0]]),
     "no reservation": pack(Op.END),
     "an unknown outcome": pack(Op.END, [1, 7]),
     "a rejected page without its group": pack(Op.END, [99, Outcome.DONE, 0]),
@@ -608,7 +607,7 @@ def test_a_handle_without_room_ends_its_connection(
 
 
 def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
-    message = pack_keys(Op.ASK, [Ask.LOOK, 0], [b"".join(KEYS)])
+    message = pack_keys(Op.LOOKUP, [0, 0], [b"".join(KEYS)])
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as slow:
         (its,) = (of for of in server._sessions.values() if of.number == slow.session._session)
         connection: Any = slow.session._connection

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from torch_kvswap.prefix.manager import BlockStats
-from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
+from torch_kvswap.prefix.protocol import Op, Outcome, pack, pack_keys
 from torch_kvswap.prefix.session import RemoteReservation, Session
 
 _MIN_BORROWED_PAGES = 64  # of an engine with requests, even if its recent steps took fewer
@@ -55,7 +55,7 @@ class SchedulerSession(Session):
                 self.drop(made)
             then(made)
 
-        self.send(pack_keys(Op.ASK, [Ask.HOLD, made.id], [keys]), read)
+        self.send(pack_keys(Op.HOLD, [made.id], [keys]), read)
 
     def end_hold(self, held: Iterable[RemoteReservation], failed: Collection[int] = ()) -> None:
         """Nothing reads these pages any more. Nobody finds the blocks on failed ones any more."""
