@@ -95,17 +95,13 @@ class RemoteManager(NotCopyable):
         lease = session.reserve(is_load=True, is_lease=True) if read_switch("hold", hold) else None
         message = pack_keys(Op.LOOKUP, [is_again, 0 if lease is None else lease.id], keys)
         found, ready, pending, asking = session.ask(message) or (0, 0, 0, 0)
-        if lease is not None and not ready:
-            session.drop(lease)
-            lease = None
-        return Lookup(found, ready, pending, asking, lease)
+        return Lookup(found, ready, pending, asking, lease if ready else None)
 
     def _prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         made = self._session.reserve(is_load=True)
         answer = self._session.ask(pack_keys(Op.LOAD, [made.id], keys))
         if answer is None or len(answer) * KEY_BYTES < sum(map(len, keys)):
-            self._session.drop(made)
             return None
         made.pages = _split(answer, keys)
         return made
@@ -127,7 +123,6 @@ class RemoteManager(NotCopyable):
             with session.lock:
                 self._dropped += 1
         if not answer:
-            session.drop(made)
             return None
         lent, pages = answer[0], _split(answer[1:], keys)
         indices: list[Any] = [range(len(of_group)) for of_group in pages]
@@ -135,7 +130,6 @@ class RemoteManager(NotCopyable):
             indices = [np.flatnonzero(of_group >= 0) for of_group in pages]
             pages = [of_group[its] for of_group, its in zip(pages, indices, strict=True)]
         if not lent:
-            session.drop(made)
             made = RemoteReservation(0, native.EndedPages(), False)
         made.key_indices, made.pages, made.lease = indices, pages, lease
         return made

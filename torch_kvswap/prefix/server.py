@@ -497,15 +497,17 @@ class PageServer:
         outcome = Outcome(how)
         if len(rejected) % 2:
             raise ProtocolError("it rejects a page without its group")
-        held = session.held.get(number)  # it may have held nothing
-        if held is not None and outcome == Outcome.LOST:
+        held = session.held.get(number)
+        if held is None:  # nothing was reserved, or by another server
+            return
+        if outcome == Outcome.LOST:
             log.warning(
                 "process %d has lost a GPU and may still write %d pages: nobody gets them until it "
                 "has closed its prefix cache or has ended",
                 *(session.pid, sum(map(len, held.pages))),
             )
             self._manager._abandon(held)
-        elif held is not None:
+        else:
             session.held.pop(number)._end(outcome, rejected)
         self._some_ended = True
 

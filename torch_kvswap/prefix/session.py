@@ -107,9 +107,8 @@ class Session(NotCopyable):
         self._deadline = JOINING  # seconds for an answer; as the server says it
         self.resets = 0
         self._numbers = count(1)  # of reservations
-        # Reservations that have not ended, and whether jobs use their pages. Guarded by the lock,
-        # as are the others.
-        self._open: dict[int, bool] = {}
+        # Reservations of jobs that may use their pages. Guarded by the lock, as are the others.
+        self._jobs: set[int] = set()
         self._ended = native.EndedPages()
         self._reported: list[tuple[int, int, list[int]]] = []  # taken from there
         # _changed is notified when the thread may have something to do.
@@ -117,9 +116,8 @@ class Session(NotCopyable):
         self._changed = threading.Condition(self.lock)
         self._connection: socket.socket | None = None
         self._meeting: socket.socket | None = None  # on which the thread waits for the others
-        # The generation of the server that has heard of all resets that this engine knows of; None
-        # if it knows of none. 0: nobody has.
-        self._resets_heard_by: int | None = None
+        # Whether this engine knows of a reset, and of one that no server has heard of.
+        self._knows_reset = self._must_tell_reset = False
         self._is_closing = False
         self._forget()
         self._thread = threading.Thread(target=self._run, name="kvswap-join", daemon=True)
@@ -249,21 +247,21 @@ class Session(NotCopyable):
 
     def _use(self, connection: socket.socket, generation: int, resets: int, num_pages: int) -> None:
         with self.lock:  # no call comes in between
-            # Another engine has told this server of a reset, but of none that nobody has heard of.
-            if resets != generation and self._resets_heard_by != 0 and not self._is_worker:
-                self._resets_heard_by = generation
+            # The second tier of a server that nobody has reset may have pages from before a reset.
+            was_reset = resets != generation
+            must_reset = self._must_tell_reset or (self._knows_reset and not was_reset)
+            self._knows_reset |= was_reset and not self._is_worker
             self._generation, self.resets, self.num_pages = generation, resets, num_pages
             if self._is_closing:
                 return connection.close()
             self._forget()
             self._connection = connection
-            # The second tier of another server may have pages from before a reset.
-            if self._resets_heard_by not in (None, generation):
+            if must_reset:
                 self.reset()
 
     def _has_jobs(self) -> bool:
         """Whether a job uses a page. A worker leaves that to its scheduler, which it meets."""
-        return any(self._open.values())
+        return bool(self._jobs)
 
     def _until_lost(self) -> None:
         """Waits until the server is lost, and may be joined again. Meanwhile tells it what has
@@ -332,10 +330,8 @@ class Session(NotCopyable):
                 self._ended.take(self._reported)
                 ended = b""
                 for number, outcome, rejected in self._reported:
-                    if number not in self._open:  # of nothing, or of another server
-                        continue
                     if outcome != Outcome.LOST:  # else the pages are in use: it joins no more
-                        del self._open[number]
+                        self._jobs.discard(number)
                     ended += pack(Op.END, (number, outcome, *rejected))
                 self._reported.clear()
                 message = ended + message
@@ -382,30 +378,27 @@ class Session(NotCopyable):
         """
         self._process.check("prefix cache")
         with self.lock:
-            self._resets_heard_by = 0
+            self._knows_reset = self._must_tell_reset = True
             if self._connection is not None:
                 self.resets += 1
                 self.send(pack(Op.RESET), self._heard_reset)
 
     def _heard_reset(self, _: array[int]) -> None:
         if self._heard_reset not in self._awaited:
-            self._resets_heard_by = self._generation
+            self._must_tell_reset = False
 
     # Reservations.
 
     def reserve(self, is_load: bool, is_lease: bool = False) -> RemoteReservation:
-        """Made before the server is asked: if the caller raises then, it ends as any other."""
+        """Made before the server is asked: if the caller raises then, or the server reserves
+        nothing for it, it ends as any other.
+        """
         self._process.check("prefix cache")
         with self.lock:
             made = RemoteReservation(next(self._numbers), self._ended, is_load)
-            self._open[made.id] = not is_lease
+            if not is_lease:
+                self._jobs.add(made.id)
         return made
-
-    def drop(self, reservation: RemoteReservation) -> None:
-        """The server holds nothing for it."""
-        with self.lock:
-            self._open.pop(reservation.id, None)
-            self._job_ended()
 
     # The caller holds the lock.
 
@@ -462,14 +455,12 @@ class Session(NotCopyable):
         self._connection.close()
         self._connection = None
         self._forget()
-        self._open = {number: True for number, has_job in self._open.items() if has_job}
         self._changed.notify_all()
 
     def _hear_reset(self) -> None:
         """Another engine has reset the index."""
         self.resets += 1
-        if self._resets_heard_by is None:
-            self._resets_heard_by = self._generation
+        self._knows_reset = True
 
     def _hear_last_resets(self, connection: socket.socket) -> None:
         """A request may have failed before what had come was read. Answers are nobody's now."""

@@ -163,7 +163,7 @@ engine.prefixes.poll()
         job = engine.prefixes.load(keys, [32, 33, 34, 35])
         assert job is not None
         if is_control:
-            (number,) = engine.session._open
+            (number,) = engine.session._jobs
             engine.session.send(pack(Op.END, [number, Outcome.DONE]))
         with engine_process(path, stores):
             job.synchronize()

@@ -554,7 +554,7 @@ def test_an_interrupted_poll_ends_each_reservation_once(
             with pytest.raises(KeyboardInterrupt):
                 engine.prefixes.poll()
         engine.prefixes.poll()
-        assert not engine.session._open
+        assert not engine.session._jobs
         assert other.load("abcd") == 4
 
 

@@ -51,8 +51,6 @@ class SchedulerSession(Session):
 
         def read(answer: array[int]) -> None:
             made.answers = answer.tolist()
-            if max(made.answers) < 0:
-                self.drop(made)
             then(made)
 
         self.send(pack_keys(Op.HOLD, [made.id], [keys]), read)
