@@ -72,13 +72,13 @@ def test_a_decoding_step_loads_what_it_hides(tmp_path, runner, is_async):
     with serving(tmp_path, runner=runner, is_async=is_async, batched=32) as engine:
         engine.serve(prompts)
         engine.serve(largest)
-        submit, in_step = engine.worker.submit_step_loads, []
+        begin, in_step = engine.worker.begin_step_loads, []
 
-        def submit_counted(loads: Any) -> Any:
-            in_step.extend(loads)
-            return submit(loads)
+        def begin_counted() -> Any:
+            in_step.extend(engine.worker._step_loads)
+            return begin()
 
-        engine.worker.submit_step_loads = submit_counted
+        engine.worker.begin_step_loads = begin_counted
         for name, more, is_decoding, requests in (
             ("idle", prompts, False, 2),  # of 256 tokens each
             ("decoding", prompts, True, 0),

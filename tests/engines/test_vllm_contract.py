@@ -12,13 +12,11 @@ import vllm_engine  # noqa: F401  skips where vLLM's tests do not run
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 SOURCES = Path(__file__).parents[2] / "torch_kvswap/integrations/vllm"
 PRIVATE = {
     OffloadingConnectorScheduler: ["jobs", "req_status"],
-    OffloadingConnectorWorker: ["load_jobs", "unsubmitted_store_jobs"],
     CPUOffloadingWorker: ["store_handler"],
 }
 NAMES = [(owner, f"_{name}") for owner, names in PRIVATE.items() for name in names]

@@ -53,18 +53,21 @@ def serve_again(
         engine.forget_gpu()
         engine.runner.graph = CUDAGraphMode[graph]
         worker, waited = engine.runner.connector.connector_worker.worker, list[int | None]()
-        submit = worker.submit_step_loads
+        begin = worker.begin_step_loads
 
         class Noted:
-            def __init__(self, *loads: Any) -> None:
-                self.job = submit(*loads)
-                self.layer_groups = self.job.layer_groups
+            def __init__(self, job: Any) -> None:
+                self.job = job
 
             def wait(self, layer_group: int | None) -> None:
                 waited.append(layer_group)
                 wait(self.job, layer_group)
 
-        worker.submit_step_loads = Noted
+        def begin_noted() -> Any:
+            job = begin()
+            return job and Noted(job)
+
+        worker.begin_step_loads = begin_noted
         engine.serve({f"again {n}": one for n, one in LONGER.items()})
         right = [
             engine.tokens[f"again {n}"] == expected_tokens(one, 4) for n, one in LONGER.items()
@@ -90,8 +93,6 @@ def test_without_the_waits_a_step_reads_old_bytes(graph: str, tmp_path: Path) ->
 
 def loads() -> tuple[Any, list[torch.Tensor], dict[int, Any]]:
     """A worker, its layers, and loads: page i is full of i + 1, and goes to block 9 + i."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-
     cache = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")
     layers = [one.tensor for one in cache.tensors]
     worker = KVSwapWorker(cache, 3, 1, SpecOptions(1), layers=[["a", "b"]])
@@ -100,9 +101,7 @@ def loads() -> tuple[Any, list[torch.Tensor], dict[int, Any]]:
     for layer in layers:
         layer.zero_()
     jobs = {
-        page: TransferJob(
-            f"{page}", CPULoadStoreSpec([page]), base.GPULoadStoreSpec([9 + page], [1], [0])
-        )
+        page: (CPULoadStoreSpec([page]), base.GPULoadStoreSpec([9 + page], [1], [0]))
         for page in range(3)
     }
     return worker, layers, jobs
@@ -123,9 +122,12 @@ def test_joined_loads_land_layer_by_layer(
     how: str, first: list[int], sizes: list[int | None]
 ) -> None:
     worker, layers, jobs = loads()
-    steps = [jobs] if how == "joined" else [{page: one} for page, one in jobs.items()]
-    submitted, *_ = [worker.submit_step_loads(one) for one in steps]
-    submitted.wait(layer_group=0)
+    begun: list[Any] = []
+    for page, specs in jobs.items():
+        worker.submit_load(page, *specs, expedited=True)
+        if how == "apart" or page == 2:
+            begun.append(worker.begin_step_loads())
+    begun[0].wait(layer_group=0)
     assert first_bytes(layers) == [first, [0, 0, 0]]
     worker.wait(set(jobs))
     assert first_bytes(layers) == [[1, 2, 3]] * 2
@@ -162,14 +164,16 @@ def test_no_store_reads_the_next_owners_zeros(tmp_path, runner, is_async, steps)
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])
-def test_transfers_end_before_vllm_frees_the_cache(tmp_path, is_told):
+@pytest.mark.parametrize("steps", [1, 2], ids=["has not begun", "runs"])
+def test_stores_end_before_vllm_frees_the_cache(tmp_path, steps, is_told):
     """Before it sleeps. LLM.sleep() waits for the GPU, but not for copies that have not begun."""
     one = prompt(1, 7 * 16)
     with serving(tmp_path, transfer=RECOMPUTE) as engine:
         poll, engine.worker._handler.poll = engine.worker._handler.poll, list
         engine.add("one", one, 8)
-        while not engine.worker._open:
+        for _ in range(steps):
             engine.step()
+        assert len(engine.worker._open) == steps - 1
         if is_told:
             engine.runner.connector.unregister_kv_caches()
         engine.runner.caches["layers.0"].fill_(9)

@@ -352,13 +352,15 @@ class ServedRanks:
         self.manager.on_new_request(self.context)
 
     def copy(self, direction: str, blocks: list[int], spec: Any) -> set[int]:
-        """The pages that some rank has not copied."""
+        """The pages that some rank has not copied, of which the manager hears."""
         self.number, failed = self.number + 1, set[int]()
         for worker in self.storing if direction == "store" else self.workers:
             submit(worker, self.number, direction, blocks, spec)
             worker.wait({self.number})
             assert [one.success for one in worker.get_finished()] == [True]
-            failed.update(*(failure.pages for failure in worker.take_failures()))
+            for failure in worker.take_failures():
+                self.manager.fail_pages(failure.pages, failure.reason)
+                failed |= failure.pages
         return failed
 
     def step(self) -> None:
@@ -387,7 +389,7 @@ class ServedRanks:
         output = self.reserve(named, context)
         assert output.keys_to_store == named
         if blocks is not None:
-            self.manager.fail_pages(self.copy("store", blocks, output.store_spec))
+            self.copy("store", blocks, output.store_spec)
         self.complete("store", named, context)
 
     def complete(self, direction: str, named: list[bytes], context: Any) -> None:
@@ -401,7 +403,6 @@ class ServedRanks:
         """Loads what find() has found. The pages, and which of them were not loaded."""
         spec = self.manager.prepare_load(named, self.context)
         failed = self.copy("load", blocks, spec)
-        self.manager.fail_pages(failed)
         self.complete("load", named, self.context)
         return spec.block_ids.tolist(), failed
 
@@ -486,6 +487,27 @@ def test_pages_of_two_ranks_come_from_below(folder, path, verify):
             assert a.load(keys(number), [30])[1] == set()
             assert a.bytes_of(30) == a.bytes_of(number)
         assert stats(server).promoted > 0
+        a.shutdown()
+
+
+def test_a_damaged_page_is_deleted_below(folder, path):
+    """It was damaged before it was written there."""
+    pytest.importorskip("xxhash")
+    below: dict[str, Any] = {"below": f"file:{folder}/below", "below_policy": "all"}
+    with page_server(path, 12, **below) as server:
+        a = ServedRanks("a", path, bf16_cache(), block_bytes=4096, verify="load")
+        first, context = keys(0), base.ReqContext("stores")
+        spec = a.reserve(first, context).store_spec
+        a.copy("store", [0], spec)
+        a.workers[0]._pool.pages[int(spec.block_ids[0]), 0, 1000] ^= 4
+        a.complete("store", first, context)
+        assert in_time(lambda: server._pages.tier.stats().written == 1)
+        for number in range(1, 40):
+            a.store(keys(number))
+        assert in_time(lambda: a.find(first) == ["HIT"])
+        assert stats(server).promoted == 1
+        assert len(a.load(first, [5])[1]) == 1
+        assert in_time(lambda: a.find(first) == ["MISS"])
         a.shutdown()
 
 

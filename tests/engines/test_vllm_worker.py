@@ -53,9 +53,7 @@ class CheckedWorker:
         self.pages = self.worker._pool.pages.clone()
         self.number = 0
 
-    def submit(
-        self, direction: str, moves: list[tuple[list[int], list[int], int]], **options: Any
-    ) -> int:
+    def submit(self, direction: str, moves: list[tuple[list[int], list[int], int]]) -> int:
         """moves: of each group the blocks, the pages, and the first block's place in the request."""
         self.number += 1
         gpu = base.GPULoadStoreSpec(
@@ -65,9 +63,9 @@ class CheckedWorker:
         )
         host = common.CPULoadStoreSpec([page for _, pages, _ in moves for page in pages])
         if direction == "store":
-            assert self.worker.submit_store(self.number, gpu, host, **options)
+            assert self.worker.submit_store(self.number, gpu, host)
         else:
-            assert self.worker.submit_load(self.number, host, gpu, **options)
+            assert self.worker.submit_load(self.number, host, gpu)
         for layers, (blocks, pages, index) in zip(self.groups, moves, strict=True):
             for place, block in enumerate(blocks, index % self.chunk):
                 self._move(direction, layers, block, pages[place // self.chunk], place % self.chunk)
@@ -114,15 +112,13 @@ def random_moves(chosen: random.Random, groups: int, chunk: int, is_store: bool)
 def test_random_transfers_move_only_their_blocks(name, device, chunk):
     """Several at a time, some of them of nothing. Each ends once, whatever waits for it."""
     checked, chosen = CheckedWorker(GROUPS[name], device, chunk), random.Random(name)
-    worker, sizes, results, expedited = checked.worker, dict[int, int](), list[Any](), 0
+    worker, sizes, results = checked.worker, dict[int, int](), list[Any]()
     for _ in range(8):
         for _ in range(chosen.randint(1, 3)):
             direction = chosen.choice(["store", "load"])
             moves = random_moves(chosen, len(checked.groups), chunk, direction == "store")
-            how = {"expedited": chosen.random() < 0.3} if direction == "load" else {}
-            number = checked.submit(direction, moves, **how)
+            number = checked.submit(direction, moves)
             sizes[number] = checked.nbytes(moves)
-            expedited += how.get("expedited", False) and sizes[number] > 0
         if chosen.random() < 0.5:
             worker.wait({number, 1000})  # of another it never heard
         results += worker.get_finished()
@@ -132,7 +128,6 @@ def test_random_transfers_move_only_their_blocks(name, device, chunk):
     ended = sorted((one.job_id, one.success, one.transfer_size) for one in results)
     assert ended == [(number, True, size) for number, size in sizes.items()]
     assert min(one.transfer_time for one in results) >= 0
-    assert worker._handler.metrics().expedited.done == expedited
     assert checked.is_right()
     checked.submit("store", random_moves(chosen, len(checked.groups), chunk, True))
     pages = worker._pool.pages

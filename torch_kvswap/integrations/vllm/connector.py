@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -27,10 +27,11 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
+    TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -40,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torch_kvswap.integrations import TESTED, is_tested
@@ -79,9 +81,8 @@ class WorkerPart(OffloadingConnectorWorker):
     model's stream wait for in-step loads. The spec makes the worker, ours or vLLM's own.
 
     Attributes:
-        failed_blocks (set[int]): GPU blocks that were not loaded, if vLLM can recompute single
-            blocks.
-        failed_requests (set[str]): requests whose loads have failed, if it cannot.
+        failed_blocks (set[int]): GPU blocks that in-step loads have not loaded.
+        failed_requests (set[str]): requests whose other loads have failed.
     """
 
     def __init__(
@@ -91,19 +92,15 @@ class WorkerPart(OffloadingConnectorWorker):
         kv_cache_config: Any,
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._recomputes_blocks = _can_recompute_blocks(kv_cache_config)
-        # The next step is scheduled before vLLM hears of this step's failures.
-        self._is_ahead = vllm_config.max_concurrent_batches > 1
         self._writes_first = _writes_first(vllm_config, kv_cache_config)
+        self._open: dict[int, TransferJob] = {}  # that the scheduler takes for running
+        self._deferred: dict[int, TransferJob] = {}  # stores that begin in the next step
+        self._drops_next_stores = False
         self._failures: list[Failure] = []  # that the scheduler has not heard of
         self.failed_blocks: set[int] = set()
         self.failed_requests: set[str] = set()
-        self._in_step: set[int] = set()  # loads of this step
-        self._in_step_job: Job | None = None  # that does them all
-        self._waited = -1  # layer group
         self._metadata: Any = None
-        self._drops_next_stores = False
-        self._stores: set[int] = set()  # that have not ended
+        self._step_job: Job | None = None  # does the loads of this step
 
     @property
     def _ours(self) -> KVSwapWorker | None:
@@ -113,84 +110,76 @@ class WorkerPart(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's, which calls it before everything else in a step. With `_writes_first` new
         blocks are written before: stores of their old contents that have not begun are dropped."""
+        self._metadata = kv_connector_metadata
+        self._open |= kv_connector_metadata.load_jobs | kv_connector_metadata.store_jobs
         if self._drops_next_stores:
+            self._drop_stores(self._open.keys())
             self._drops_next_stores = False
-            self._fail_stores(kv_connector_metadata)
         if self._writes_first:
-            self._fail_stores(kv_connector_metadata, kv_connector_metadata.jobs_to_flush)
-        super().handle_preemptions(kv_connector_metadata)
+            self._drop_stores(kv_connector_metadata.jobs_to_flush)
+        self._begin_stores(kv_connector_metadata)
+
+    def _begin_stores(self, metadata: Any) -> None:
+        """Begins the stores of the step before, and waits for jobs_to_flush."""
+        deferred, self._deferred = self._deferred, {}
+        super().prepare_store_kv(replace(metadata, store_jobs=deferred))
+        super().handle_preemptions(metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:
         """As vLLM's, but the host does not wait for in-step loads."""
-        self._metadata, self._waited, self._in_step_job = metadata, -1, None
-        jobs = metadata.load_jobs
-        in_step = {number: job for number, job in jobs.items() if job.sync}
-        if self._ours is None or not in_step:
-            super().start_kv_transfers(metadata)
-            return
-        others = {number: job for number, job in jobs.items() if number not in in_step}
-        super().start_kv_transfers(replace(metadata, load_jobs=others))
-        self._load_jobs |= dict.fromkeys(in_step)  # no request waits for them
-        self._in_step |= in_step.keys()
-        self._in_step_job = self._ours.submit_step_loads(in_step)
+        super().start_kv_transfers(metadata)
+        self._step_job = self._ours.begin_step_loads() if self._ours else None
 
     def prepare_store_kv(self, metadata: Any) -> None:
-        """As vLLM's."""
-        self._stores |= metadata.store_jobs.keys()
-        super().prepare_store_kv(metadata)
+        """As vLLM's: the stores of a step begin in the next one. Until then they can be dropped."""
+        self._deferred |= metadata.store_jobs
 
     def wait_for_layer(self, name: str | None) -> None:
         """Makes the current stream wait until this layer is loaded; None: all layers. Failures of
         in-step loads are reported by get_finished()."""
-        if self._in_step_job is None or self._ours is None:
+        if self._step_job is None or self._ours is None:
             return
         group = self._ours.layer_groups.get(name)
-        until = self._in_step_job.layer_groups if group is None else group
-        if until > self._waited:
-            self._waited = until
-            self._in_step_job.wait(layer_group=group)
+        self._step_job.wait(layer_group=group)
+        if group is None:
+            self._step_job = None
 
-    def wait_for_transfers(self) -> None:
-        """Blocks the host until no transfer runs."""
-        self.worker.wait(self._stores | self._load_jobs.keys())
+    def end_transfers(self) -> None:
+        """Begins the stores of the last step, and blocks the host until no transfer runs."""
+        self._begin_stores(OffloadingConnectorMetadata({}, {}, jobs_to_flush=set(self._open)))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; requests whose loads failed count as received, too. Blocks the host until the
         in-step loads have ended: vLLM must hear of their failures with the step's tokens."""
-        if self._in_step:
-            self.worker.wait(self._in_step)
-        requests, in_step = dict(self._load_jobs), self._in_step
-        self._in_step, self._in_step_job = set(), None
+        if in_step := {number for number, job in self._open.items() if job.sync}:
+            self.worker.wait(in_step)
+        self._step_job = None
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
         failures = self._ours.take_failures() if self._ours else []
         self._failures += failures
         for failure in failures:
-            if failure.direction == "load" and self._recomputes_blocks:
+            if failure.number in in_step:
                 self.failed_blocks |= failure.blocks
+                self._drops_next_stores = True
             elif failure.direction == "load":
-                self.failed_requests.add(requests[failure.number])
-        if not in_step.isdisjoint(failure.number for failure in failures):
-            self._fail_stores(self._metadata)
-            self._drops_next_stores = self._is_ahead
+                self.failed_requests.add(self._open[failure.number].req_id)
+        if self._drops_next_stores:
+            self._drop_stores(self._open.keys())
         if self._writes_first and self._ours:
             self._ours.hold_stream()
         elif self._writes_first:
-            self.worker.wait(self._stores)
+            self.worker.wait({number for number, job in self._open.items() if _is_store(job)})
         return finished
 
-    def _fail_stores(self, metadata: Any, numbers: Collection[int] | None = None) -> None:
-        """Drops stores that have not begun, all or only these: their blocks may have been computed
+    def _drop_stores(self, numbers: Collection[int]) -> None:
+        """Drops those of these stores that have not begun: their blocks may have been computed
         from a failed load, or have other contents by now."""
-        jobs = {number: job.dst_spec for number, job in metadata.store_jobs.items()}
-        jobs |= {number: host for number, _, host in self._unsubmitted_store_jobs}
-        dropped = jobs.keys() if numbers is None else jobs.keys() & numbers
-        for number in dropped:
-            pages = set(map(int, jobs[number].block_ids))
+        jobs = self._deferred | self._metadata.store_jobs
+        for number in jobs.keys() & numbers:
+            pages = set(map(int, jobs[number].dst_spec.block_ids))
             self._failures.append(Failure(number, "store", "dropped", set(), pages))
-            metadata.store_jobs.pop(number, None)
-        self._unsubmitted_store_jobs[:] = [
-            one for one in self._unsubmitted_store_jobs if one[0] not in dropped
-        ]
+            self._deferred.pop(number, None)
+            self._metadata.store_jobs.pop(number, None)
 
     def build_connector_worker_meta(self) -> KVSwapWorkerMetadata | None:
         """As vLLM's, with the stores that were dropped, and the failures of the jobs."""
@@ -200,7 +189,8 @@ class WorkerPart(OffloadingConnectorWorker):
                 meta.mark_completed(failure.number)
         if not meta.completed_jobs:
             return None
-        self._stores -= meta.completed_jobs.keys()
+        for number in meta.completed_jobs:
+            del self._open[number]
         failures, self._failures = self._failures, []
         return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failures)
 
@@ -243,11 +233,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
         self._loaded = 0  # tokens of in-step loads in this step
-        self._allocated: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps were given
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
         # Requests that have not started again since a reset, and how many tokens they may store.
         self._stopped_stores: dict[str, int | None] = {}
+        self._gpu_blocks = range(kv_cache_config.num_blocks)
         self.kv_cache_manager: Any = None
 
     def get_num_new_matched_tokens(
@@ -302,10 +292,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
             scheduler_output = replace(scheduler_output, kv_connector_block_state=states)
         meta = super().build_connector_meta(scheduler_output)
         self._in_step |= {number for number, job in meta.load_jobs.items() if job.sync}
-        allocated = {copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ()}
-        for _, groups, _ in yield_req_data(scheduler_output):
-            allocated.update(*(groups or ()))
-        self._allocated.append(allocated)
         self._running = set(scheduler_output.num_scheduled_tokens)
         self._loaded = 0
         return meta
@@ -320,7 +306,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             if job is None:  # the cache was reset while it ran
                 continue
             if isinstance(self.manager, HostManager):
-                self.manager.fail_pages(failure.pages)
+                self.manager.fail_pages(failure.pages, failure.reason)
             elif job.is_store:
                 self._failed_keys |= job.keys
             status = self._req_status[job.req_id]
@@ -360,13 +346,13 @@ class SchedulerPart(OffloadingConnectorScheduler):
             status.max_offload_tokens = 0
 
     def _forget_computed(self) -> None:
-        """Forgets what may have been computed from a failed in-step load.
+        """Forgets what may have been computed from a failed in-step load: all that the prefix cache
+        of the GPU has, and what ended requests have not stored yet.
 
         vLLM has ended the requests with the load's blocks. Requests that were preempted or aborted
-        meanwhile have left blocks in the prefix cache of the GPU. All these blocks were allocated
-        in the step of the load, or in the one that was scheduled before vLLM heard of the failure.
+        meanwhile have left such blocks in the prefix cache.
         """
-        self.kv_cache_manager.evict_blocks(set().union(*self._allocated))
+        self.kv_cache_manager.evict_blocks(set(self._gpu_blocks))
         for status in self._req_status.values():
             for state in status.group_states if status.req.is_finished() else ():
                 state.offload_keys.clear()
@@ -418,9 +404,9 @@ class KVSwapConnector(OffloadingConnector):
         self.connector_scheduler.kv_cache_manager = kv_cache_manager
 
     def unregister_kv_caches(self) -> None:
-        """Waits for all transfers, because vLLM now frees the memory of the cache, to sleep. When
-        it wakes up it maps new memory at the same addresses."""
-        self.connector_worker.wait_for_transfers()
+        """Ends all transfers, because vLLM now frees the memory of the cache, to sleep. When it
+        wakes up it maps new memory at the same addresses."""
+        self.connector_worker.end_transfers()
 
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
         """As vLLM's. Where no Python runs before each layer, the step waits for the whole loads."""
@@ -522,6 +508,10 @@ def _can_recompute_blocks(kv_cache_config: Any) -> bool:
     if len(groups) != 1:
         return False
     return type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
+
+
+def _is_store(job: TransferJob) -> bool:
+    return isinstance(job.src_spec, GPULoadStoreSpec)
 
 
 def _writes_first(vllm_config: Any, kv_cache_config: Any) -> bool:

@@ -55,11 +55,20 @@ class SchedulerSession(Session):
 
         self.send(pack_keys(Op.HOLD, [made.id], [keys]), read)
 
-    def end_hold(self, held: Iterable[RemoteReservation], failed: Collection[int] = ()) -> None:
-        """Nothing reads these pages any more. Nobody finds the blocks on failed ones any more."""
+    def end_hold(
+        self,
+        held: Iterable[RemoteReservation],
+        failed: Collection[int] = (),
+        is_damaged: bool = False,
+    ) -> None:
+        """Nothing reads these pages any more. Nobody finds the blocks on failed ones any more.
+
+        Args:
+            is_damaged (bool): these blocks have other bytes than were stored.
+        """
         rejected = [number for page in failed for number in (0, page)]  # of the only group
         for one in held:
-            one._end(Outcome.DONE, rejected)
+            one._end(Outcome.DAMAGED if is_damaged else Outcome.DONE, rejected)
         self.send()
 
     def begin_store(self, count: int) -> list[int] | None:
@@ -75,8 +84,8 @@ class SchedulerSession(Session):
         self._storing.update(dict.fromkeys(pages, self.resets))
         return pages
 
-    def end_store(self, pages: Sequence[int], stored: Sequence[int], keys: bytes) -> None:
-        """The copy has ended.
+    def end_store(self, pages: Sequence[int], stored: Sequence[int], keys: bytes) -> bool:
+        """The copy has ended. Whether others find blocks of it now.
 
         Args:
             pages (Sequence[int]): of the store.
@@ -93,6 +102,7 @@ class SchedulerSession(Session):
             if self.is_joined:
                 self._free += set(pages).difference(stored)
             self._job_ended()
+            return bool(stored)
 
     def end_step(self, is_idle: bool = False) -> None:
         """Borrows pages for the stores of later steps, or gives some back.

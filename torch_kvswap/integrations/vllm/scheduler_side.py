@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -35,12 +34,11 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
     def __init__(self, info: Mapping[str, Any] | None) -> None:
         self._info = info or {}
         self._resets = 0  # of the index, as far as the requests know
-        self._failed: set[int] = set()  # pages of jobs that have not ended
+        self._failed: dict[int, str] = {}  # pages of jobs that have not ended, and why
         self._sizes: list[int] = []  # chunks per store since get_stats()
-        # Loads that have not ended, by request and keys. A request may load the same keys several
-        # times at once. These loads are interchangeable.
-        self._loads: dict[tuple[str, frozenset[Key]], list[_Load]] = {}
-        self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
+        # The load of each request that has not ended. vLLM begins none while another one runs.
+        self._loads: dict[str, _Load] = {}
+        self._flushed: list[Callable[[], object]] = []  # end jobs that were open at a reset
 
     @abstractmethod
     def _begin_load(
@@ -66,27 +64,26 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are on "
                 "the host; vLLM loads only what lookup() has just found"
             )
-        load, pages = begun
-        self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+        self._loads[req_context.req_id], pages = begun
         return CPULoadStoreSpec(pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Ends one load of exactly these keys by this request."""
-        name = req_context.req_id, frozenset(keys)
-        load = self._loads[name].pop()
-        if not self._loads[name]:
-            del self._loads[name]
-        self._end_load(load, keys)
+        """Ends the load of these keys."""
+        self._end_load(self._loads.pop(req_context.req_id), keys)
 
     def on_reset_flushed(self) -> None:
         """Frees the pages of jobs that were open at a reset."""
         while self._flushed:
             self._flushed.pop()()
 
-    def fail_pages(self, pages: Iterable[int]) -> None:
+    def fail_pages(self, pages: Iterable[int], reason: str = "failed") -> None:
         """Names pages that an open store could not write, or an open load could not read. When it
-        ends, their chunks are forgotten."""
-        self._failed.update(pages)
+        ends, their chunks are forgotten. reason: see Failure."""
+        self._failed.update(dict.fromkeys(pages, reason))
+
+    def _take_failed(self, pages: Iterable[int]) -> dict[int, str]:
+        """Those of the pages of an ended job that have failed, and why."""
+        return {page: self._failed.pop(page) for page in pages if page in self._failed}
 
     def config_info(self) -> list[Mapping[str, Any]]:
         """The labels of vLLM's metric vllm:kv_offload_config_info."""
@@ -149,7 +146,6 @@ class KVSwapManager(HostManager[Reservation]):
         # native lookup of one key takes longer.
         self._states: dict[Key, base.LookupResult | Reservation] = {}
         self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
-        self._stores: dict[Reservation, list[Key]] = {}
         self._events: list[Any] | None = [] if events else None
         self._skipped = 0
 
@@ -217,7 +213,6 @@ class KVSwapManager(HostManager[Reservation]):
             self._record_event(evicted, removed=True)
         for key, page in zip(new, pages, strict=True):
             self._states[key], self._last_on_page[page] = store, key
-        self._stores[store] = new
         self._sizes.append(len(new))
         access.see(req_context, new)
         self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
@@ -226,22 +221,16 @@ class KVSwapManager(HostManager[Reservation]):
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
-        """Ends the stores of these keys. vLLM names all keys of a store, or of several, at once."""
-        stored: list[Key] = []
-        lost: list[Key] = []
-        for key in keys:
-            store = self._states.get(key)
-            if not isinstance(store, Reservation):
-                continue
-            of_store = self._stores.pop(store)
-            if not success:
-                self._failed.update(store.pages.tolist())
-            if failed := self._end(store):
-                lost += failed
-                of_store = [one for one in of_store if one in self._states]
-            for one in of_store:
-                self._states[one] = _HIT
-            stored += of_store
+        """Ends the store of these keys."""
+        (store,) = {self._states[key] for key in keys}
+        assert isinstance(store, Reservation)
+        pages = store.pages.tolist()
+        if not success:
+            self.fail_pages(pages)
+        in_order = [self._last_on_page[page] for page in pages]  # vLLM names them without one
+        lost = self._end(store)
+        stored = [key for key in in_order if key in self._states]
+        self._states.update(dict.fromkeys(stored, _HIT))
         self._record_event(stored, removed=False)
         if lost:
             self._record_event(lost, removed=True, metadata_only=True)
@@ -255,17 +244,15 @@ class KVSwapManager(HostManager[Reservation]):
             self._blocks.complete(reservation)
             return []
         pages = reservation.pages.tolist()
-        rejected = [at for at, page in enumerate(pages) if page in self._failed]
-        self._blocks.complete(reservation, rejected)
-        failed = []
-        for at in rejected:
-            page = pages[at]
-            self._failed.discard(page)
+        failed = self._take_failed(pages)
+        self._blocks.complete(reservation, [at for at, page in enumerate(pages) if page in failed])
+        lost = []
+        for page in failed:
             if key := self._last_on_page[page]:
                 self._last_on_page[page] = b""
                 del self._states[key]
-                failed.append(key)
-        return failed
+                lost.append(key)
+        return lost
 
     def reset_cache(self) -> None:
         """Forgets all chunks.
@@ -278,9 +265,10 @@ class KVSwapManager(HostManager[Reservation]):
         if stored := self._ready(self._states):
             self._record_event(stored, removed=True)
         self._blocks.reset()
-        for reservation in (*chain(*self._loads.values()), *self._stores):
+        stores = {state for state in self._states.values() if isinstance(state, Reservation)}
+        for reservation in (*self._loads.values(), *stores):
             self._flushed.append(partial(self._blocks.fail, reservation))
-        for known in (self._states, self._stores, self._loads, self._failed):
+        for known in (self._states, self._loads, self._failed):
             known.clear()
         self._resets = self._blocks.resets
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -151,13 +151,10 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         return held, pages
 
     def _end_load(self, load: list[RemoteReservation], keys: Collection[Key]) -> None:
-        self._session.end_hold(load, self._failed)
-        if self._failed:
-            pages = {page for one in load for page in one.answers}
-            if not self._failed.isdisjoint(pages):
-                for key in keys:
-                    self._known.pop(key, None)
-            self._failed -= pages
+        failed = self._take_failed(page for one in load for page in one.answers)
+        self._session.end_hold(load, failed, is_damaged="damaged" in failed.values())
+        for key in keys if failed else ():
+            self._known.pop(key, None)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest."""
@@ -203,18 +200,14 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """Publishes the stores of these keys. vLLM names all keys of a store at once."""
-        page_of = {key: self._storing.pop(key) for key in keys if key in self._storing}
-        if not page_of:
-            return
+        page_of = {key: self._storing.pop(key) for key in keys}
         pages = list(page_of.values())
-        asked = _Asked.of(req_context, self._resets)
-        is_valid = success and asked.resets == self._resets  # no reset since the request began
-        stored = [key for key, page in page_of.items() if is_valid and page not in self._failed]
-        self._failed.difference_update(pages)
-        self._session.end_store(pages, [page_of[key] for key in stored], fold_keys(stored))
-        if stored:
+        failed = self._take_failed(pages) if success else pages
+        stored = [key for key, page in page_of.items() if page not in failed]
+        if self._session.end_store(pages, [page_of[key] for key in stored], fold_keys(stored)):
             self._know(stored)
             # Directly behind the chunk in front of them: a prompt is evicted from its end.
+            asked = _Asked.of(req_context, self._resets)
             self._session.order(fold_keys(asked.behind_known(stored, self._known)))
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
@@ -245,9 +238,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         """
         for asked in self._active:
             self._session.end_hold(asked.take_held())
-        self._flushed += (
-            partial(self._session.end_hold, held) for held in chain(*self._loads.values())
-        )
+        self._flushed += (partial(self._session.end_hold, held) for held in self._loads.values())
         pages = list(self._storing.values())
         self._flushed.append(partial(self._session.end_store, pages, [], b""))
         for known in (self._loads, self._storing, self._failed):

@@ -129,6 +129,7 @@ class KVSwapWorker(base.OffloadingWorker):
             self._served.start(self._handler)
         _log.info("torch_kvswap moves the KV-cache blocks of vLLM: %s", self._pool)
         self._open: dict[int, _Open] = {}  # key: vLLM's number
+        self._step_loads: dict[int, Move] = {}  # that have not begun
         self._ended: list[base.TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -147,29 +148,31 @@ class KVSwapWorker(base.OffloadingWorker):
     ) -> bool:
         """Starts a load, as submit_store().
 
-        vLLM sets `expedited` for loads that it waits for.
+        vLLM sets `expedited` for loads of the step that begins: begin_step_loads() starts them.
+        They are of whole chunks, of a cache with one group of layers.
         """
         move = self._read(dst_spec, src_spec)
-        self._submit({job_id: move}, "load", expedited=expedited)
+        if expedited:
+            move.check_whole_pages(self._blocks_per_page)
+            self._step_loads[job_id] = move
+        else:
+            self._submit({job_id: move}, "load")
         return True
 
-    def submit_step_loads(self, loads: Mapping[int, Any]) -> Job | None:
-        """Starts the loads of the step that begins, as one job: each layer group lands for all of
-        them before the next group of any.
+    def begin_step_loads(self) -> Job | None:
+        """Starts the expedited loads as one job: each layer group lands for all of them before the
+        next group of any.
 
         They also end together: if the job fails, all of them have failed. If it failed only because
         of rejected blocks, loads without one have succeeded.
 
-        Args:
-            loads (Mapping[int, TransferJob]): by vLLM's number; each of whole chunks, of a cache
-                with one group of layers.
-
         Returns:
-            Job | None: the job, for streams to wait for. None if it could not be started.
+            Job | None: the job, for streams to wait for. None if there is none, or it could not be
+            started.
         """
-        moves = {number: self._read(one.dst_spec, one.src_spec) for number, one in loads.items()}
-        for move in moves.values():
-            move.check_whole_pages(self._blocks_per_page)
+        moves, self._step_loads = self._step_loads, {}
+        if not moves:
+            return None
         groups = max(self.layer_groups.values(), default=0) + 1
         return self._submit(moves, "load", expedited=self._expedites_steps, layer_groups=groups)
 
@@ -195,7 +198,8 @@ class KVSwapWorker(base.OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Blocks the host until transfers have ended.
 
-        Unknown numbers are ignored. get_finished() still reports the transfers.
+        Unknown numbers are ignored, and those of expedited loads that have not begun.
+        get_finished() still reports the transfers.
         """
         known = job_ids & self._open.keys()
         # poll() reports failed jobs, too.
