@@ -145,13 +145,13 @@ def test_prefixes_on_the_simulated_driver_survive_faults(
 def test_control_late_answers_write_into_others_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def answer(tier: Tier, ask: Any) -> None:
+    def end_task(tier: Tier, ask: Any) -> None:
         if not ask.is_over:
             whole(tier, ask)
 
-    whole = Tier._answer
+    whole = Tier._end_task
     monkeypatch.setattr(BlockManager, "_abandon", BlockManager.fail)
-    monkeypatch.setattr(Tier, "_answer", answer)
+    monkeypatch.setattr(Tier, "_end_task", end_task)
     with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
         fuzz(lambda seed: BelowServer(Device(), seed, {"get": (0.0, 0.5)}), 80)
 

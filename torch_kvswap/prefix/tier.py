@@ -37,7 +37,7 @@ BYTES_IN_FLIGHT = 256 << 20
 # Of each direction. With more, pages are no faster, and lookups wait for the GIL.
 # A call of the store moves such a part of the bytes in flight.
 _THREADS = 4
-_MAX_SHARE_IN_WRITES = 1 / 8  # of the pages of a pool that may be held for writing
+_MAX_SHARE_IN_WRITES = 1 / 8  # of the pages of a pool; each thread may hold one
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,10 @@ class _Ask:
             used.
         resets (int): of the manager, before it.
         reservation (Reservation | None): of the pages to read.
-        left (int): batches of these that have not ended.
+        left (int): tasks of the threads for it that have not ended.
         rejected (list[int]): group and page of each page that did not come.
         absent (list[bytes]): keys that the store lacks. They count as absent from the poll() on
             that has the answer: however slow a step is, its lookups do not ask again.
-        is_answered (bool): all of it has come that will.
         is_over (bool): lookups are told that nothing is there.
     """
 
@@ -88,10 +87,15 @@ class _Ask:
     ) -> None:
         self.keys, self.units, self.missed, self.identity = keys, units, missed, identity
         self.count = sum(map(len, missed)) // KEY_BYTES
-        self.is_answered = self.is_over = False
+        self.is_over = False
         self.reservation: Reservation | None = None
-        self.left, self.rejected, self.absent = 0, list[int](), list[bytes]()
+        self.left, self.rejected, self.absent = 1, list[int](), list[bytes]()
         self.resets = resets
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether poll() can enter it."""
+        return not (self.left or self.is_over)
 
 
 class _Batch(NamedTuple):
@@ -143,10 +147,9 @@ class Tier:
         self._memory = [pool._all_bytes().numpy().data for pool in pools]
         self._ratios = [manager.unit_tokens // group.block_tokens for group in manager.groups]
         self._batch = [max(BYTES_IN_FLIGHT // _THREADS // size, 1) for size in self._page_bytes]
-        self._most_held = [max(int(pool.num_pages * _MAX_SHARE_IN_WRITES), 1) for pool in pools]
         self._write_batch = [
-            min(batch, max(held // _THREADS, 1))
-            for batch, held in zip(self._batch, self._most_held, strict=True)
+            min(batch, max(int(pool.num_pages * _MAX_SHARE_IN_WRITES) // _THREADS, 1))
+            for batch, pool in zip(self._batch, pools, strict=True)
         ]
         # Guarded by _lock. No Condition: a wait that Ctrl-C ends may not have the lock again, which
         # its block would then release for another thread.
@@ -154,7 +157,6 @@ class Tier:
         self._waiters: list[threading.Lock] = []  # locked until an ask was answered
         self._asking: dict[bytes, _Ask] = {}  # by identity
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
-        self._writing = [0] * len(pools)  # pages in flight
         self._damaged = self._written = self._failed = 0
 
         self._must_retry = False  # pages are due that could not be written
@@ -356,9 +358,8 @@ class Tier:
             self._fail_read(ask, error, ask.count)
         for batch in batches:
             self._reads.submit(partial(self._read_batch, ask, batch))
-        if not batches:
-            with self._lock:
-                self._answer(ask)
+        with self._lock:
+            self._end_task(ask)
 
     def _ask_store(self, ask: _Ask) -> int:
         """The length of the longest prefix that it completes."""
@@ -397,7 +398,7 @@ class Tier:
             ask.reservation = reservation
             if ask.is_over:
                 return []
-            ask.left = len(batches)
+            ask.left += len(batches)
             return batches
 
     def _batches(self, of: Reservation, keys: list[bytes]) -> Iterator[_Batch]:
@@ -423,9 +424,7 @@ class Tier:
             for place in rejected:
                 ask.rejected += (batch.group, batch.pages[place])
                 ask.absent += (batch.keys[place], ask.identity)
-            ask.left -= 1
-            if not ask.left:
-                self._answer(ask)
+            self._end_task(ask)
         if wrong:
             self._delete(ask.resets, batch.group, wrong)
 
@@ -482,14 +481,14 @@ class Tier:
         with self._lock:
             self._failed += 0 if ask.is_over or isinstance(error, StorePausedError) else pages
 
-    def _answer(self, ask: _Ask) -> None:
-        """The store has answered for all of it. The caller holds the lock."""
-        if not ask.is_over:
-            ask.is_answered = True
+    def _end_task(self, ask: _Ask) -> None:
+        """A thread has done a task of it. The caller holds the lock."""
+        ask.left -= 1
+        if ask.is_answered:
             while self._waiters:
                 self._waiters.pop().release()
             self._on_answer()
-        elif ask.reservation is not None:
+        elif not ask.left and ask.reservation is not None:
             ask.reservation.let_go()
 
     def _report(self, key: bytes, problem: str) -> None:
@@ -510,24 +509,15 @@ class Tier:
     def _write_due(self) -> None:
         try:
             for group in range(len(self._formats)):
-                while (due := self._hold_due(group)) is not None:
+                count = self._write_batch[group]
+                while not self._writes.is_away:
+                    if (due := self._manager._hold_due(count, group)) is None:
+                        break
                     self._wake_writers()  # there may be more
                     self._write(group, *due)
         except BaseException:
             self._must_retry = True
             raise
-
-    def _hold_due(self, group: int) -> tuple[Reservation, bytes, int] | None:
-        """Pages for a batch, unless enough are held."""
-        if self._writes.is_away:
-            return None
-        with self._lock:
-            room = self._most_held[group] - self._writing[group]
-            count = min(self._write_batch[group], room)
-            due = self._manager._hold_due(count, group) if count > 0 else None
-            if due is not None:
-                self._writing[group] += len(due[0].pages[group])
-            return due
 
     def _write(self, group: int, held: Reservation, joined: bytes, resets: int) -> None:
         """Writes pages that the store does not have."""
@@ -551,7 +541,6 @@ class Tier:
             self._writes.fail(error)
         failed = [place for place, is_there in enumerate(is_below) if not is_there]
         with self._lock:
-            self._writing[group] -= len(pages)
             self._written += len(pages) - len(failed)
             self._failed += len(failed)
         held._end(Outcome.DONE, [x for at in failed for x in (group, int(pages[at]))])

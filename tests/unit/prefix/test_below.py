@@ -28,7 +28,7 @@ from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap._native.loader import native
 from torch_kvswap.below import threads
 from torch_kvswap.below.files import FileStore
-from torch_kvswap.prefix import BlockGroup, tier
+from torch_kvswap.prefix import BlockGroup, BlockManager, tier
 from torch_kvswap.prefix.manager import Lookup
 
 __all__ = ["server"]
@@ -590,7 +590,7 @@ def test_a_write_without_memory_is_tried_again(
 ) -> None:
     with Engine(store) as engine:
         with monkeypatch.context() as patched, logged() as warnings:
-            patched.setattr(engine.tier, "_hold_due", Mock(side_effect=MemoryError))
+            patched.setattr(BlockManager, "_hold_due", Mock(side_effect=MemoryError))
             engine.compute(PROMPT)
             assert in_time(lambda: bool(warnings))
         works_again(engine)
