@@ -92,7 +92,7 @@ class Engine:
             self.make_room(request)
         self.admit()
         if not self.running:
-            # Until a store ends or the second tier answers; with a server, for a millisecond.
+            # Until a store ends; with a second tier or a server, for a millisecond.
             self.poll(timeout=None)
             return
         tokens = [(request, self.compute(request)) for request in self.running]

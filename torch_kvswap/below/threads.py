@@ -86,14 +86,6 @@ class StoreThreads:
     def are_all_hung(self) -> bool:
         return self.hung == len(self.threads)
 
-    @property
-    def seconds_left(self) -> float:
-        """Until the next call passes its deadline; DEADLINE if there is none."""
-        began = min(
-            (call.began for call in self._calls.values() if not call.is_late), default=float("inf")
-        )
-        return max(min(began - time.monotonic(), 0.0) + DEADLINE, 0.0)
-
     def submit(self, task: Callable[[], None]) -> None:
         """Lets a thread run the task. Keeps the GIL."""
         self._tasks.put(task)

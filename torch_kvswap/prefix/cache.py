@@ -15,7 +15,6 @@ from torch_kvswap._native.arguments import (
     NotCopyable,
     kind_of,
     read_switch,
-    read_timeout,
 )
 from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.log import log
@@ -41,7 +40,7 @@ from torch_kvswap.prefix.session import Session
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import Result
 
-_SERVER_PAUSE = 0.001  # seconds that poll() waits for other engines
+_PAUSE = 0.001  # seconds that poll() waits for what others may bring
 
 
 class Stored(NamedTuple):
@@ -564,22 +563,15 @@ class PrefixCache(NotCopyable):
         computed from blocks that were not loaded.
 
         Args:
-            timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits until the
-                second tier has answered a lookup(), and has read the blocks that it found. With a
-                server it waits a millisecond, because no message says that another engine's store
-                has ended: look up again.
+            timeout (float | None): as in OffloadHandler.poll(). Without jobs, but with a second
+                tier or a server, it waits a millisecond at most: look up again, because they may
+                have brought something.
         """
         self._was_polled = True
-        began = time.monotonic()
         results = self._handler.poll(timeout)
-        if timeout != 0 and not results:
-            seconds = read_timeout("timeout", timeout)
-            if seconds is not None:
-                seconds = max(seconds - (time.monotonic() - began), 0.0)
-            if self._below is not None:
-                self._below.wait(seconds)
-            elif isinstance(self.manager, RemoteManager):
-                time.sleep(_SERVER_PAUSE if seconds is None else min(seconds, _SERVER_PAUSE))
+        has_others = self._below is not None or isinstance(self.manager, RemoteManager)
+        if has_others and timeout != 0 and not results:
+            time.sleep(_PAUSE if timeout is None else min(timeout, _PAUSE))
         if isinstance(self.manager, RemoteManager):
             self.manager._session.poll()
         if self._below is not None:

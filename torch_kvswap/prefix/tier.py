@@ -113,8 +113,8 @@ class _Batch(NamedTuple):
 class Tier:
     """Reads from a store what lookups miss, and writes pages there before they are evicted.
 
-    Threads call the store and compare checksums. The scheduler's threads call ask(), poll() and
-    wait(), which call no store. Lookups find what was read after poll(). The pages for it are taken
+    Threads call the store and compare checksums. The scheduler's threads call ask() and poll(),
+    which call no store. Lookups find what was read after poll(). The pages for it are taken
     at any time: a block that a lookup has found, but does not hold, may be evicted before its load.
 
     Memory that the store uses is held: pages to write there, and pages to fill from there. Their
@@ -151,10 +151,7 @@ class Tier:
             min(batch, max(int(pool.num_pages * _MAX_SHARE_IN_WRITES) // _THREADS, 1))
             for batch, pool in zip(self._batch, pools, strict=True)
         ]
-        # Guarded by _lock. No Condition: a wait that Ctrl-C ends may not have the lock again, which
-        # its block would then release for another thread.
-        self._lock = threading.Lock()
-        self._waiters: list[threading.Lock] = []  # locked until an ask was answered
+        self._lock = threading.Lock()  # guards what follows
         self._asking: dict[bytes, _Ask] = {}  # by identity
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
         self._damaged = self._written = self._failed = 0
@@ -225,21 +222,6 @@ class Tier:
                     self._give_up(ask)
             while self._absent and self._absent[oldest_key := next(iter(self._absent))] <= now:
                 del self._absent[oldest_key]
-
-    def wait(self, timeout: float | None) -> None:
-        """Waits until an ask was answered or is late, if there is one."""
-        waiter = threading.Lock()
-        waiter.acquire()
-        with self._lock:
-            if not self._asking or any(ask.is_answered for ask in self._asking.values()):
-                return
-            self._waiters.append(waiter)
-            longest = self._reads.seconds_left + 0.001  # poll() then finds what is late
-        try:
-            waiter.acquire(timeout=longest if timeout is None else max(min(timeout, longest), 0))
-        finally:
-            with self._lock, contextlib.suppress(ValueError):
-                self._waiters.remove(waiter)
 
     def stats(self) -> BelowStats:
         groups = [self._manager.stats(group) for group in range(len(self._formats))]
@@ -485,8 +467,6 @@ class Tier:
         """A thread has done a task of it. The caller holds the lock."""
         ask.left -= 1
         if ask.is_answered:
-            while self._waiters:
-                self._waiters.pop().release()
             self._on_answer()
         elif not ask.left and ask.reservation is not None:
             ask.reservation.let_go()

@@ -35,16 +35,11 @@ def have_answer(engine: Engine, store: MemoryStore) -> None:
     assert in_time(lambda: [ask.is_answered for ask in below._asking.values()] == [True])
 
 
-def hold(engine: Engine, store: MemoryStore) -> None:
-    """The store does not answer."""
+def be_late(engine: Engine, store: MemoryStore) -> None:
+    """The store does not answer, and the next poll gives up."""
     store.held = {"get"}
     engine.prefixes.lookup(KEYS)
     assert in_time(lambda: len(store.waiting) == 4)
-
-
-def be_late(engine: Engine, store: MemoryStore) -> None:
-    """The store does not answer, and the next poll gives up."""
-    hold(engine, store)
     threads.DEADLINE = 0.0
 
 
@@ -58,7 +53,6 @@ def works_again(engine: Engine) -> None:
 
 
 def finds_all(engine: Engine) -> bool:
-    """Without a wait, which would free a lock that an interrupted call has left locked."""
     engine.prefixes.poll()
     return engine.prefixes.lookup(KEYS).ready == len(PROMPT)
 
@@ -72,7 +66,6 @@ CALLS: dict[str, tuple[Callable[[Engine, MemoryStore], None], Callable[[Engine],
     "lookup": (begin, lambda engine: engine.prefixes.lookup(KEYS)),
     "poll with an answer": (have_answer, lambda engine: engine.prefixes.poll()),
     "poll without one": (be_late, lambda engine: engine.prefixes.poll()),
-    "poll that waits": (hold, lambda engine: engine.prefixes.poll(timeout=0.001)),
 }
 
 

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from below_engine import BLOCK_BYTES, bytes_of, key_of
+from below_engine import BLOCK_BYTES, Engine, bytes_of, key_of
 from error_text import error_text
 from expecttest import assert_expected_inline
 from patience import in_time
@@ -75,14 +75,17 @@ def test_an_idle_engine_ends_its_stores(path: str) -> None:
         assert other.load(PROMPT) == 8
 
 
-def test_a_poll_without_jobs_pauses(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another engine's store may end meanwhile."""
-    with serving(path), ServedEngine(path) as engine:
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_poll_without_jobs_pauses(
+    is_served: bool, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine's store may end meanwhile, or the second tier may answer."""
+    with serving(path), ServedEngine(path) if is_served else Engine(tmp_path) as engine:
         slept: list[float] = []
-        monkeypatch.setattr(cache, "time", Mock(monotonic=lambda: 0.0, sleep=slept.append))
+        monkeypatch.setattr(cache, "time", Mock(sleep=slept.append))
         for timeout in (None, 1.0, 1e-6, 0.0):
             assert engine.prefixes.poll(timeout) == []
-        assert slept == [cache._SERVER_PAUSE, cache._SERVER_PAUSE, 1e-6]
+        assert slept == [cache._PAUSE, cache._PAUSE, 1e-6]
 
 
 def test_of_two_engines_only_one_stores_a_block(path: str) -> None:
