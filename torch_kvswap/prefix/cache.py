@@ -295,7 +295,7 @@ class PrefixCache(NotCopyable):
             undo.callback(session.close)
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
             made = cls.__new__(cls)
-            made.manager = RemoteManager(session, served, of_layers if is_list else 1)
+            made.manager = RemoteManager(session, served, of_layers, is_list)
             made._are_ready = True
             made._open(of_handler, of_layers, copy_method, staging_bytes, relays)
             undo.callback(made._handler.close)

@@ -192,16 +192,7 @@ class BlockManager(NotCopyable, native.BlockManager):
 
     def __repr__(self) -> str:
         pages = [group.num_pages for group in self.groups]
-        try:
-            stats = [self.stats(group) for group in range(len(self.groups))]
-            used = str(self._of_groups([group.pages - group.free_pages for group in stats]))
-        except RuntimeError:  # a fork has nothing of the manager
-            used = "unknown"
-        return f"BlockManager(num_pages={self._of_groups(pages)}, used_pages={used})"
-
-    def _of_groups(self, numbers: list[int]) -> int | list[int]:
-        """The numbers as the caller passed the groups: a list, or one."""
-        return numbers if self._is_list else numbers[0]
+        return f"BlockManager(num_pages={pages if self._is_list else pages[0]})"
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
         """Makes more pages usable.

@@ -13,7 +13,7 @@ import numpy as np
 from torch_kvswap._native.arguments import Int64Array, NotCopyable, read_int, read_switch
 from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
-from torch_kvswap.prefix.block_groups import BlockGroup, read_groups, unit_tokens
+from torch_kvswap.prefix.block_groups import BlockGroup, unit_tokens
 from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
 from torch_kvswap.prefix.manager import BlockStats, Lookup, needed_blocks
 from torch_kvswap.prefix.protocol import Op, pack, pack_keys
@@ -35,11 +35,10 @@ class RemoteManager(NotCopyable):
     """
 
     def __init__(
-        self, session: Session, pools: RemotePools, groups: int | Sequence[BlockGroup]
+        self, session: Session, pools: RemotePools, groups: tuple[BlockGroup, ...], is_list: bool
     ) -> None:
-        self.groups = read_groups(groups)
-        self.unit_tokens = unit_tokens(self.groups)
-        self._is_list = not isinstance(groups, int)
+        self.groups, self._is_list = groups, is_list
+        self.unit_tokens = unit_tokens(groups)
         self._session, self._pools = session, pools
         self._dropped = 0  # stores without a server; guarded by the session's lock
 

@@ -204,11 +204,9 @@ class Session(NotCopyable):
             rendezvous.check_peer(connection, f"the server at {self._path}")
             connection.sendall(pack(Op.LEAVE, [self._session]))
 
-    def _introduce(
-        self, connection: socket.socket, number: int, how: Op, cache: Mapping[str, object]
-    ) -> None:
+    def _introduce(self, connection: socket.socket, number: int, how: Op) -> None:
         """Says who it is. From now on the server may have this session, and none from before."""
-        text = json.dumps({**cache, **self._names, "session": self._session})
+        text = json.dumps({**self._cache, **self._names, "session": self._session})
         with contextlib.closing(open_lock()) as lock:
             fds = lock.fds if how == Op.HELLO else ()
             rendezvous.send(connection, pack(how, data=text.encode()), fds)
@@ -218,7 +216,7 @@ class Session(NotCopyable):
         self, connection: socket.socket, number: int, generation: int, pools: RemotePools
     ) -> Sequence[int]:
         """Attaches the pools, if it is the memory of another server."""
-        self._introduce(connection, number, Op.HELLO, self._cache)
+        self._introduce(connection, number, Op.HELLO)
         answer = receive(connection, bytearray(), _JOINED_BYTES)[1]
         with contextlib.ExitStack() as received:
             handles = []
@@ -236,7 +234,7 @@ class Session(NotCopyable):
                 raise ConnectionError("it is closed")
             self._meeting = connection
         try:
-            self._introduce(connection, number, Op.MEET, {})
+            self._introduce(connection, number, Op.MEET)
             if self._thread.is_alive():  # else the engine is being started, and all are there
                 connection.settimeout(None)
             # A reset may be right behind it.

@@ -208,9 +208,8 @@ class Tier:
         self._writes.find_late()
         if some_ended or self._must_retry:
             self._wake_writers()
-        if not self._asking and not self._absent:
+        if not self._asking:
             return
-        now = time.monotonic()
         with self._lock:
             late = self._reads.find_late()
             are_all_hung = self._reads.are_all_hung  # then the others would wait for ever
@@ -220,8 +219,6 @@ class Tier:
                 # It is over if a call before was interrupted.
                 elif are_all_hung or ask.is_over or ask in late:
                     self._give_up(ask)
-            while self._absent and self._absent[oldest_key := next(iter(self._absent))] <= now:
-                del self._absent[oldest_key]
 
     def stats(self) -> BelowStats:
         groups = [self._manager.stats(group) for group in range(len(self._formats))]
@@ -310,8 +307,11 @@ class Tier:
         return [of_group[KEY_BYTES * units * ratio :] for of_group, ratio in every]
 
     def _note_absent(self, identity: bytes) -> None:
+        now = time.monotonic()
+        while self._absent and self._absent[oldest := next(iter(self._absent))] <= now:
+            del self._absent[oldest]
         self._absent.pop(identity, None)  # so that it becomes the newest
-        self._absent[identity] = time.monotonic() + ABSENT_SECONDS
+        self._absent[identity] = now + ABSENT_SECONDS
 
     # What the threads do.
 
@@ -395,11 +395,10 @@ class Tier:
 
     def _read_batch(self, ask: _Ask, batch: _Batch) -> None:
         """Reads pages, compares their checksums, and leaves them to poll()."""
-        wrong: list[bytes] = []
-        rejected = list(range(len(batch.keys)))
+        rejected, was_read = list(range(len(batch.keys))), False
         try:
             if not ask.is_over:
-                rejected = self._fill(ask, batch, wrong)
+                rejected, was_read = self._fill(ask, batch), True
         except Exception as error:  # whatever somebody else's store raises
             self._fail_read(ask, error, len(rejected))
         with self._lock:
@@ -407,11 +406,12 @@ class Tier:
                 ask.rejected += (batch.group, batch.pages[place])
                 ask.absent += (batch.keys[place], ask.identity)
             self._end_task(ask)
-        if wrong:
-            self._delete(ask.resets, batch.group, wrong)
+        if was_read and rejected:  # as long as the store has them, nobody writes them anew
+            keys = [batch.keys[place] for place in rejected]
+            self._delete(ask.resets, batch.group, keys)
 
-    def _fill(self, ask: _Ask, batch: _Batch, wrong: list[bytes]) -> list[int]:
-        """Reads pages. Returns those that are rejected, and adds keys to be deleted to `wrong`."""
+    def _fill(self, ask: _Ask, batch: _Batch) -> list[int]:
+        """Reads pages. Returns the places of those that did not come, or are damaged."""
         keys, form = batch.keys, self._formats[batch.group]
         views = self._views(batch.group, batch.pages)
         trailers = _zeros(form.trailer_bytes, len(keys))
@@ -427,7 +427,6 @@ class Tier:
                     continue
                 self._report(key, problem)
             rejected.append(place)
-            wrong.append(key)  # as long as the store says that it exists, nobody writes it anew
         return rejected
 
     def _delete(self, resets: int, group: int, keys: list[bytes]) -> None:
