@@ -619,7 +619,7 @@ Not needed if each store names all keys of the prompt so far. Does not count as 
 Args:
     keys: part of a prompt, in order. Each block is evicted before the block in front of it.
         Blocks that are not cached are skipped. Reserved blocks take their position when the
-        reservation ends, unless prepare_load(), touch() or preempt() uses them before.
+        reservation ends, unless prepare_load() or touch() uses them before.
     renew (bool): evict these blocks after all others. False keeps the position of the first
         block, so that the blocks stored last are evicted first.)")
       .def("reset", &PyBlockManager::reset, nb::sig("def reset(self) -> None"),

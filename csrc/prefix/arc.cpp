@@ -4,7 +4,7 @@
 
 namespace kvswap::prefix {
 
-Arc::Arc(std::vector<Node>& nodes) : EvictionPolicy(nodes), ghost_keys_(nodes.size()) {
+Arc::Arc(std::vector<Node>& nodes) : EvictionPolicy(nodes, kFrequent), ghost_keys_(nodes.size()) {
   for (size_t i = 0; i < nodes.size(); ++i) {
     free_ghosts_.append(ghost_keys_.nodes, static_cast<uint32_t>(i));
   }
@@ -42,18 +42,8 @@ uint32_t Arc::evict(const Admission& admission) {
   uint8_t side = too_many ? kRecent : kFrequent;
   if (num_idle_[side] == 0) side = side == kRecent ? kFrequent : kRecent;
   const uint32_t page = take_oldest_idle(side);
-  --sizes_[side];
   if (!admission.leaves_no_ghost) add_ghost(nodes_[page].key, side);
   return page;
-}
-
-void Arc::forget(uint32_t page) { --sizes_[nodes_[page].list]; }
-
-void Arc::use(uint32_t page) {
-  uint8_t& side = nodes_[page].list;
-  --sizes_[side];
-  side = kFrequent;
-  ++sizes_[side];
 }
 
 void Arc::drop_ghost(uint32_t ghost) {

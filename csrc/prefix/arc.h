@@ -15,20 +15,14 @@ class Arc final : public EvictionPolicy {
 
   Admission admit(const Key& key) override;
   uint32_t evict(const Admission& admission) override;
-  void add_page(const Admission& admission) override { ++sizes_[admission.list]; }
-  void forget(uint32_t page) override;
-  void use(uint32_t page) override;
-  void grow(size_t num_pages) override { num_pages_ = num_pages; }
 
  private:
   enum Side : uint8_t { kRecent = 0, kFrequent = 1 };
   void drop_ghost(uint32_t ghost);
   void add_ghost(const Key& key, uint8_t side);
 
-  size_t num_pages_ = 0;
   double target_ = 0;  // how many pages the recent side should have
-  size_t sizes_[2] = {0, 0};
-  Table ghost_keys_;  // node g is ghost g; as many as there are pages
+  Table ghost_keys_;   // node g is ghost g; as many as there are pages
   List ghosts_[2], free_ghosts_;
 };
 

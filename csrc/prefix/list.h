@@ -12,23 +12,16 @@ class List {
   uint32_t oldest() const { return oldest_; }
   size_t size() const { return size_; }
 
-  void append(std::vector<Node>& nodes, uint32_t node) {
-    nodes[node].before = newest_;
-    nodes[node].after = kNone;
-    (newest_ == kNone ? oldest_ : nodes[newest_].after) = node;
-    newest_ = node;
-    ++size_;
-  }
-
-  // Inserts a node directly before another one of this list.
-  void insert_before(std::vector<Node>& nodes, uint32_t node, uint32_t newer) {
-    const uint32_t older = nodes[newer].before;
+  // Inserts a node directly before another one of this list; as the newest if `newer` is kNone.
+  void insert(std::vector<Node>& nodes, uint32_t node, uint32_t newer) {
+    const uint32_t older = newer == kNone ? newest_ : nodes[newer].before;
     nodes[node].before = older;
     nodes[node].after = newer;
     (older == kNone ? oldest_ : nodes[older].after) = node;
-    nodes[newer].before = node;
+    (newer == kNone ? newest_ : nodes[newer].before) = node;
     ++size_;
   }
+  void append(std::vector<Node>& nodes, uint32_t node) { insert(nodes, node, kNone); }
 
   void remove(std::vector<Node>& nodes, uint32_t node) {
     const auto [before, after] = std::pair(nodes[node].before, nodes[node].after);

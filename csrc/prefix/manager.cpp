@@ -290,16 +290,24 @@ void BlockManager::order(const GroupKeys* keys, bool renew, bool wait) {
   for (const Group& group : groups_) {
     const std::vector<uint32_t>& found = group.found;
     for (size_t i = renew ? found.size() : 0; i-- > 0;) {
-      if (group.pages->has_key(found[i])) group.pages->renew(found[i]);
+      if (found[i] != kNone) group.pages->renew(found[i]);
     }
     if (!renew) group.pages->order(found.data(), found.size());
   }
 }
 
 void BlockManager::reset() {
+  std::vector<size_t> num_ready;
+  {
+    const auto held = lock();
+    for (const Group& group : groups_) num_ready.push_back(group.pages->num_ready_pages());
+  }
   // New pages are made, and the old ones freed, while other calls go on.
   std::vector<std::unique_ptr<Pages>> pages;
-  for (size_t g = 0; g < groups_.size(); ++g) pages.push_back(make_pages(g));
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    pages.push_back(make_pages(g));
+    pages[g]->grow(num_ready[g]);
+  }
   const auto held = lock();
   for (size_t g = 0; g < groups_.size(); ++g) {
     pages[g]->take_over(*groups_[g].pages);

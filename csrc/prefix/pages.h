@@ -7,10 +7,6 @@
 
 namespace kvswap::prefix {
 
-// kFree: the page has no key. kFilling: its key's bytes are being stored. kFilled: it has them.
-// kForgotten: its key is gone, or not named yet, but the page is held.
-enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3 };
-
 // Which filled pages are due to be written to a second tier: none, those that were used, or all.
 enum class BelowPolicy { kNothing = 0, kReused = 1, kAll = 2 };
 
@@ -20,7 +16,8 @@ class Pages {
   // No page can be used before grow().
   Pages(size_t num_pages, EvictionPolicyKind kind, BelowPolicy below);
 
-  // From now on the first `ready_pages` pages can be given to keys; never fewer than before.
+  // From now on the first `ready_pages` pages can be given to keys; never fewer than before. Visits
+  // the new ones.
   void grow(size_t ready_pages);
   // For a reset, on a new object: takes over from `before` the number of usable pages, the counts
   // of evictions, and the pages that are lent.
@@ -32,27 +29,25 @@ class Pages {
   const Table& table() const { return table_; }
 
   const Key& key(uint32_t page) const { return table_.nodes[page].key; }
-  PageState state(uint32_t page) const { return static_cast<PageState>(table_.nodes[page].state); }
-  bool is_filled(uint32_t page) const { return page != kNone && state(page) == PageState::kFilled; }
-  bool has_key(uint32_t page) const {
-    return is_filled(page) || (page != kNone && state(page) == PageState::kFilling);
+  bool is_filled(uint32_t page) const {
+    return page != kNone && table_.nodes[page].state == PageState::kFilled;
   }
   // Whether the page has its key's bytes and is not held: it can be evicted.
   bool is_idle(uint32_t page) const { return is_filled(page) && table_.nodes[page].count == 0; }
 
   // Pages that can be given to keys.
   size_t num_ready_pages() const { return num_ready_pages_; }
-  size_t num_free() const { return free_.size() + num_ready_pages_ - num_tried_ - num_forgotten_; }
+  size_t num_free() const { return free_.size(); }
   size_t num_idle() const { return policy_->num_idle(); }
   size_t num_filling() const { return num_filling_ + lent_.size(); }
   uint64_t num_evicted() const { return num_evicted_; }
   // Of these, pages that were due to be written below.
   uint64_t num_lost() const { return num_lost_; }
 
-  // A held page is not given to another key.
-  void hold(uint32_t page);
+  // A held page is not given to another key. It must have one.
+  void hold(uint32_t page) { policy_->hold(page); }
   // It keeps its place in the order of eviction.
-  void hold_in_place(uint32_t page);
+  void hold_in_place(uint32_t page) { policy_->hold_in_place(page); }
   void release(uint32_t page);
   // A filled page was used.
   void use(uint32_t page);
@@ -92,22 +87,15 @@ class Pages {
   void end_write(uint32_t page, bool is_below);
 
  private:
-  // Bits of Node::below. kDue: the page is to be written. kQueued: it is in due_. kWriting: it is
-  // held by hold_due(). kIsBelow: it was written. kWasRead: it was read from there.
-  enum Below : uint8_t { kDue = 1, kQueued = 2, kWriting = 4, kIsBelow = 8, kWasRead = 16 };
+  // Bits of Node::below. kDue: the page is to be written. kQueued: it is in due_. kIsBelow: it was
+  // written, or hold_due() holds it for that. kWasRead: it was read from there.
+  enum Below : uint8_t { kDue = 1, kQueued = 2, kIsBelow = 4, kWasRead = 8 };
   void make_due(uint32_t page);
   uint32_t evict(const Admission& admission);
-  uint32_t take_free();
-  void set_state(uint32_t page, PageState state);
-  void free(uint32_t page);
 
   size_t num_ready_pages_ = 0;
   Table table_;
-  // Free pages are in free_, or were never given to a key. The latter are num_tried_ to
-  // num_ready_pages_, except num_forgotten_ pages that a reservation from before a reset still
-  // holds. So growing by a million pages touches none of them.
   List free_, lent_;
-  size_t num_tried_ = 0, num_forgotten_ = 0;
   std::unique_ptr<EvictionPolicy> policy_;
   std::vector<Admission> admissions_;  // used by assign(); has room for every page
   size_t num_filling_ = 0;

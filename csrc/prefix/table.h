@@ -18,15 +18,21 @@ struct Key {
 // The i-th key of an array.
 Key key_at(const uint8_t* keys, size_t i);
 
+// Of a page. kEmpty: it has no key, and is free unless it is held. kFilling: its key's bytes are
+// being stored. kFilled: it has them.
+enum class PageState : uint8_t { kEmpty = 0, kFilling = 1, kFilled = 2 };
+
 // An entry of a table, which can also be in a List.
 struct Node {
   Key key;
   uint32_t before, after;  // its neighbours in the list
   uint32_t count;          // Pages: how many hold the page. LookupCounter: lookups
-  uint8_t list, state;     // list: of the policy, less than kMaxLists. state: a PageState
-  bool has_place;          // in the order of eviction
-  bool is_suspended;       // Pages: held, by hold_in_place() only
-  uint8_t below;           // Pages: bits of a page's way to the second tier, see pages.h
+  uint8_t list;            // of the policy, less than kMaxLists
+  PageState state;
+  // Of a page in the order of eviction: whether it has a place there, whether it got this while it
+  // was held, and whether evictions have passed it since, because it was held.
+  bool has_place : 1, was_placed_held : 1, was_passed : 1;
+  uint8_t below;  // Pages: bits of a page's way to the second tier, see pages.h
 };
 
 // A hash table of nodes by their key. The constructor allocates all memory.
