@@ -62,7 +62,7 @@ TESTS = (
     *("test_handler*.py", "test_scheduler.py", "test_job_table.py"),
     *("test_failures.py", "test_channel.py", "test_pinning.py", "test_fuzz*.py", "test_relay*.py"),
     *("test_prefix_cache.py", "test_manager.py", "test_manager_states.py", "test_eviction.py"),
-    *("test_below.py", "test_server*.py"),
+    *("test_tier_*.py", "test_server*.py"),
     *("test_encoded*.py", "test_codec.py", "test_verified*.py", "test_checksums.py"),
 )
 # Tests that a sanitizer cannot run. Each begins with why.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from patience import PATIENCE, in_time
 from torch import Tensor
@@ -118,3 +119,19 @@ class Engine:
         for place in range(count):
             assert torch.equal(self.tensor[32 + place].cpu(), bytes_of(keys[place])), place
         return count
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines pass at once, and what is not there is not asked for again."""
+    monkeypatch.setattr(threads, "DEADLINE", 0.0)
+    monkeypatch.setattr(tier, "ABSENT_SECONDS", 1000.0)
+
+
+def works_again(engine: Engine) -> None:
+    """The store has time from now on, and nobody remembers that it had not."""
+    threads.DEADLINE = PATIENCE
+    below = engine.tier
+    below._absent.clear()
+    below._reads.end_pause()
+    below._writes.end_pause()
+    engine.prefixes.poll()

@@ -1,4 +1,4 @@
-"""Fixtures of tests with a page server."""
+"""Fixtures of tests with a page server, or with a second tier."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from below_engine import Engine
+from memory_store import MemoryStore
 
 
 @pytest.fixture
@@ -15,3 +17,17 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
     with tempfile.TemporaryDirectory() as folder:
         yield str(Path(folder) / "pages")
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def reader(store: MemoryStore) -> Iterator[Engine]:
+    """Another engine that has found nothing yet, beside one that has shared "abcdefgh"."""
+    with Engine(MemoryStore(store.objects)) as writer:
+        writer.share("abcdefgh")
+    with Engine(store) as engine:
+        yield engine

@@ -1,4 +1,4 @@
-"""A prefix cache with a second tier: what it finds there, what it writes, and what can go wrong."""
+"""What lookups find in a second tier and read from it, and what can go wrong."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import below_engine
 import pytest
 import torch
-from below_engine import BLOCK_BYTES, Engine, bytes_of, cache_at, find, key_of
-from error_text import error_text
-from expecttest import assert_expected_inline
+from below_engine import BLOCK_BYTES, Engine, bytes_of, cache_at, find, hurry, key_of, works_again
 from logged import logged
 from memory_store import MemoryStore
-from patience import PATIENCE, in_time
+from patience import in_time
 from processes import free_port
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap._native.loader import native
 from torch_kvswap.below import threads
-from torch_kvswap.below.files import FileStore
-from torch_kvswap.prefix import BlockGroup, BlockManager, tier
+from torch_kvswap.prefix import BlockGroup, tier
 from torch_kvswap.prefix.manager import Lookup
 
 __all__ = ["server"]
@@ -36,42 +32,9 @@ __all__ = ["server"]
 PROMPT = list("abcdefgh")
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def reader(store: MemoryStore) -> Iterator[Engine]:
-    """Another engine that has found nothing yet, beside one that has shared PROMPT."""
-    with Engine(MemoryStore(store.objects)) as writer:
-        writer.share(PROMPT)
-    with Engine(store) as engine:
-        yield engine
-
-
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines pass at once, and what is not there is not asked for again."""
-    monkeypatch.setattr(threads, "DEADLINE", 0.0)
-    monkeypatch.setattr(tier, "ABSENT_SECONDS", 1000.0)
-
-
-def works_again(engine: Engine) -> None:
-    """The store has time from now on, and nobody remembers that it had not."""
-    threads.DEADLINE = PATIENCE
-    below = engine.tier
-    below._absent.clear()
-    below._reads.end_pause()
-    below._writes.end_pause()
-    engine.prefixes.poll()
-
-
 def name_of(store: MemoryStore, name: object) -> str:
     """Of this block's page in the store."""
     return next(key for key in store.objects if key.endswith(f"@{key_of(name).hex()}"))
-
-
-# What is shared
 
 
 @pytest.mark.parametrize(
@@ -368,54 +331,6 @@ def test_a_server_below_may_come_and_go(server: ValkeyServer) -> None:
             assert three.find(PROMPT).found == 0, "it has lost them"
 
 
-# What a reset hides
-
-
-@pytest.fixture
-def change_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
-    def change(engine: Engine) -> None:
-        engine.prefixes.manager.reset()
-        monkeypatch.setattr(below_engine, "bytes_of", lambda key: 255 - bytes_of(key))
-
-    return change
-
-
-def test_nothing_from_before_a_reset_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_weights: Callable[[Engine], None]
-) -> None:
-    with Engine(f"file:{tmp_path}", pages=8) as engine, Engine(f"file:{tmp_path}") as other:
-        engine.share(PROMPT)
-        change_weights(engine)
-        assert engine.find(PROMPT).found == 0
-        engine.share(PROMPT[:4])
-        engine.share("stuvwxyz")
-        engine.tier._absent.clear()
-        assert engine.load(PROMPT[:4]) == 4
-        assert engine.stats.promoted == 4
-        monkeypatch.undo()  # the others have the weights that below_model names
-        assert other.load(PROMPT) == 8
-        assert other.find("s").found == 0
-
-
-def test_pages_held_at_a_reset_keep_their_names(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, change_weights: Callable[[Engine], None]
-) -> None:
-    store.held = {"exists"}
-    with Engine(store) as engine:
-        engine.compute(PROMPT)
-        assert in_time(lambda: len(store.waiting) > 0)
-        change_weights(engine)
-        engine.compute("x")
-        store.release()
-        engine.until(lambda: sum("-" in name for name in store.objects) == 1)
-        assert engine.find(PROMPT).found == 0
-    monkeypatch.undo()
-    with Engine(MemoryStore(store.objects)) as other:
-        for name in PROMPT:
-            other.load(name)
-        assert other.find("x").found == 0
-
-
 def test_pages_asked_for_before_a_reset_are_not_read(store: MemoryStore, reader: Engine) -> None:
     store.held = {"exists"}
     reader.prefixes.lookup(list(map(key_of, PROMPT)))
@@ -424,69 +339,6 @@ def test_pages_asked_for_before_a_reset_are_not_read(store: MemoryStore, reader:
     store.release()
     assert reader.find(PROMPT).found == 0
     assert reader.prefixes.manager.stats().free_pages == 32
-
-
-# What is written
-
-
-def test_only_reused_pages_are_written_unless_all_are(store: MemoryStore) -> None:
-    with Engine(store, policy="reused") as engine:
-        engine.compute(PROMPT)
-        engine.load(PROMPT[:3])
-        engine.until(lambda: engine.stats.written == 3)
-        assert len(store.objects) == 3
-    with Engine(MemoryStore(store.objects)) as engine:
-        engine.share(PROMPT)
-        assert len(store.objects) == len(PROMPT)
-
-
-def test_writers_of_one_page_damage_nothing(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has computed it with other bytes, and one writes while the other one does."""
-    other = MemoryStore(store.objects)
-    store.held, other.held = {"put"}, {"put"}
-    with Engine(store) as first, Engine(other) as second:
-        with monkeypatch.context() as patch:
-            patch.setattr(below_engine, "bytes_of", lambda key: 255 - bytes_of(key))
-            first.compute("a")
-        second.compute("a")
-        assert in_time(lambda: len(store.waiting) == len(other.waiting) == 1)
-        store.waiting.popleft()()  # the first put of an engine, all of the other one, the rest
-        assert in_time(lambda: bool(store.objects))
-        other.release()
-        second.until(lambda: second.stats.written == 1)
-        store.release()
-        first.until(lambda: first.stats.written == 1)
-    with Engine(MemoryStore(store.objects)) as reader:
-        assert reader.load("a") == 1
-        assert reader.stats.damaged == 0
-
-
-def test_a_page_in_the_store_is_written_once(store: MemoryStore, reader: Engine) -> None:
-    reader.compute(PROMPT)
-    reader.until(lambda: reader.stats.written == len(PROMPT))
-    assert "put" not in store.calls
-
-
-# What goes wrong
-
-
-def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> None:
-    store.held = {"put", "get"}
-    with Engine(store, bytes_in_flight=3 * BLOCK_BYTES) as engine:
-        engine.compute(PROMPT)
-        assert in_time(lambda: len(store.waiting) == 3)
-        engine.prefixes.poll()
-        store.release()
-        engine.until(lambda: engine.stats.written == len(PROMPT))
-    other = MemoryStore(store.objects)
-    other.held = {"get"}
-    with Engine(other, bytes_in_flight=3 * BLOCK_BYTES) as engine:
-        engine.prefixes.lookup(list(map(key_of, PROMPT)))
-        assert in_time(lambda: len(other.waiting) == 3)
-        other.release()
-        assert engine.load(PROMPT) == len(PROMPT)
 
 
 def flip(at: int) -> Callable[[bytes, bytes], bytes]:
@@ -585,18 +437,6 @@ def test_a_lookup_without_memory_ends(
     assert reader.load(PROMPT) == len(PROMPT)
 
 
-def test_a_write_without_memory_is_tried_again(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(store) as engine:
-        with monkeypatch.context() as patched, logged() as warnings:
-            patched.setattr(BlockManager, "_hold_due", Mock(side_effect=MemoryError))
-            engine.compute(PROMPT)
-            assert in_time(lambda: bool(warnings))
-        works_again(engine)
-        engine.until(lambda: engine.stats.written == len(PROMPT))
-
-
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
@@ -626,31 +466,6 @@ def test_a_dead_server_is_named_without_its_password() -> None:
     assert "secret" not in message
 
 
-def test_pauses_grow_and_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, seconds = [0.0], []
-    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
-    now[0] = 1000.0
-    reads = threads.StoreThreads("reading from file:folder", 1, lambda: None)
-    for expected in (["reading from file:folder pauses for 1 s: no answer"], []):
-        with logged() as messages:
-            for _ in range(8):
-                reads.pause("no answer")
-                reads.pause("no answer")  # of another call
-                assert reads.is_away
-                seconds.append(reads._until - now[0])
-                now[0] = reads._until
-                assert not reads.is_away
-                assert reads.is_doubtful
-        assert messages == expected
-    assert seconds[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
-    reads.end_pause()
-    assert not reads.is_doubtful
-    with logged() as messages:
-        reads.pause("no answer")
-    assert messages == ["reading from file:folder pauses for 1 s: no answer"]
-    reads.close()
-
-
 @pytest.mark.parametrize("operation", ["exists", "get"])
 def test_a_hung_read_keeps_its_pages(
     operation: str, store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
@@ -678,20 +493,6 @@ def test_a_hung_read_keeps_its_pages(
     works_again(reader)
     assert reader.load(PROMPT) == len(PROMPT)
     reader.until(lambda: reader.stats.hung == 0)
-
-
-@pytest.mark.parametrize("operation", ["exists", "put"])
-def test_nothing_is_written_during_a_pause(
-    operation: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "FIRST_PAUSE", 1000.0)
-    store.failing = {operation}
-    with Engine(store) as engine:
-        engine.compute(PROMPT)
-        engine.until(lambda: engine.stats.failed > 0)
-        engine.compute("ij")
-        assert in_time(lambda: engine.tier._writes.is_idle)
-        assert engine.stats.failed <= 4, "an eighth of the pages, which were on their way before"
 
 
 def test_an_ask_behind_answers_is_not_late(
@@ -761,49 +562,6 @@ def test_after_a_hang_one_lookup_tries(
     store.release()
 
 
-# Its life
-
-
-def test_closing_closes_the_store_once(store: MemoryStore) -> None:
-    engine = Engine(store)
-    engine.pool.close()
-    assert store.is_closed
-    engine.prefixes.close()
-    with pytest.raises(RuntimeError, match="is closed"):
-        engine.prefixes.lookup(["a"])
-
-
-def test_dropping_closes_the_store(store: MemoryStore) -> None:
-    Engine(store)
-    assert in_time(lambda: store.is_closed)
-
-
-def test_an_unclosed_store_keeps_pages_it_may_write(
-    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hurry(monkeypatch)
-    store.held = {"get"}
-    reader.prefixes.lookup(list(map(key_of, PROMPT)))
-    assert in_time(lambda: len(store.waiting) == 4)
-    layout, other = PagedLayout([reader.tensor]), reader.pool.view_for(PagedLayout([reader.tensor]))
-    with logged() as messages:
-        reader.prefixes.close()
-        for pool in (reader.pool, other):
-            with pytest.raises(ValueError, match="the host pool has an open PrefixCache"):
-                PrefixCache(layout, pool)
-        reader.pool.close()
-    assert "MemoryStore did not return from " in messages[0]
-    assert len(messages) == 1
-    store.release()  # reads into the pages, which are still mapped
-    assert in_time(lambda: store.is_closed)
-
-
-def test_a_pool_outlives_its_closed_store(reader: Engine) -> None:
-    assert reader.load(PROMPT) == len(PROMPT)
-    reader.prefixes.close()
-    PrefixCache(PagedLayout([reader.tensor]), reader.pool).close()
-
-
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_a_store_that_ends_its_thread_is_a_failure(
     error: type[BaseException], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
@@ -813,130 +571,3 @@ def test_a_store_that_ends_its_thread_is_a_failure(
         assert engine.find(PROMPT) == Lookup(0, 0, 0)
     text = f"reading from MemoryStore pauses for 1 s: RuntimeError('the store raised {error()!r}')"
     assert messages == [text]
-
-
-def test_a_cache_that_gets_no_threads_leaves_none(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It closes the store that it has opened, and not its caller's."""
-    before = set(threading.enumerate())
-    layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
-    pool = HostPool(layout, 4)
-    start, closed = threading.Thread.start, list[FileStore]()
-    monkeypatch.setattr(FileStore, "close", lambda opened: closed.append(opened))
-    for count in range(8):
-        for below in (store, tmp_path):
-            rest = iter(range(count))
-
-            def start_some(thread: threading.Thread, rest: Iterator[int] = rest) -> None:
-                if next(rest, None) is None:
-                    raise RuntimeError("can't start new thread")
-                start(thread)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(threading.Thread, "start", start_some)
-                with pytest.raises(RuntimeError, match="can't start new thread"):
-                    PrefixCache(layout, pool, below=below, below_model="m")
-            assert in_time(lambda: set(threading.enumerate()) <= before)
-        assert len(set(closed)) == len(closed) == count + 1
-    assert not store.is_closed
-    pool.close()
-
-
-def test_a_store_that_no_tier_takes_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
-    close = Mock()
-    monkeypatch.setattr(FileStore, "close", close)
-    monkeypatch.setattr(FileStore, "_describe", Mock(side_effect=OSError("no room")))
-    with pytest.raises(OSError, match="no room"):
-        PrefixCache(layout, HostPool(layout, 4), below=tmp_path, below_model="m")
-    assert close.call_count == 1
-
-
-def test_without_a_store_nothing_is_below() -> None:
-    layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
-    with PrefixCache(layout, HostPool(layout, 4)) as prefixes:
-        assert prefixes.lookup(["a"]) == Lookup(0, 0, 0)
-        with pytest.raises(RuntimeError, match="no second tier"):
-            prefixes.below_stats()
-        prefixes.poll()
-
-
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    layout = PagedLayout([torch.zeros(8, 5000, dtype=torch.uint8)])
-    own = HostPool(layout, 4)
-
-    def refused(pool: HostPool = own, **options: Any) -> str:
-        given = {"below": f"file:{tmp_path}", "below_model": "m", **options}
-        return error_text(PrefixCache, layout, pool, **given)
-
-    (tmp_path / "file").touch()
-    texts = [
-        refused(below="redis://:secret@there"),
-        refused(below=1),
-        refused(below_model=None),
-        refused(below_model=("m", 1, 1)),
-        refused(below_policy="none"),
-        refused(below="/a/folder"),
-        refused(below="folder"),
-        refused(below="file:~/pages"),
-        refused(below="file://host/pages"),
-        refused(below_model=""),
-        refused(below=None, below_policy="all"),
-        refused(pool=HostPool(layout, 4, shared=True, part=(0, 2))),
-    ]
-    with pytest.raises(FileExistsError):
-        PrefixCache(layout, own, below=f"file:{tmp_path}/file", below_model="m")
-    assert_expected_inline(
-        "\n\n".join(texts),
-        """\
-ValueError: below is a store of the kind 'redis'; pass 'file:PATH', 'valkey://HOST:PORT'
-(for Redis too), 'mooncake://HOST:PORT', or an object of a class derived from
-torch_kvswap.below.PageStore
-
-TypeError: below is an int; pass 'file:PATH', 'valkey://HOST:PORT' (for Redis too),
-'mooncake://HOST:PORT', or an object of a class derived from
-torch_kvswap.below.PageStore
-
-TypeError: below_model is None; name the model and its revision, because others may use
-the same pages, or pass (name, rank, number of ranks)
-
-ValueError: below_model[1] is 1; it must be 0
-
-ValueError: below_policy is 'none'; it must be 'reused' or 'all'
-
-ValueError: below is '/a/folder'; for a folder pass 'file:PATH' or a pathlib.Path
-
-ValueError: below is 'folder'; for a folder pass 'file:PATH' or a pathlib.Path
-
-ValueError: below is 'file:~/pages', but a PATH has neither ~ nor a host; pass
-'file:/FOLDER'
-
-ValueError: below is 'file://host/pages', but a PATH has neither ~ nor a host; pass
-'file:/FOLDER'
-
-ValueError: below_model is '', which has no name; name the model and its revision
-
-ValueError: below_model and below_policy without below: name a store, such as
-below='file:PATH', or leave out below_model and below_policy
-
-ValueError: the pool has a part of each page for 2 ranks, but a second tier needs whole
-pages; make the pool without part""",
-    )
-    with PrefixCache(layout, own, below=tmp_path, below_model="m"):
-        pass  # nothing was left behind
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
-    assert_expected_inline(
-        error_text(Engine, f"file:{tmp_path}"),
-        """\
-ImportError: a PrefixCache with `below` needs the package xxhash for the checksums of
-pages: pip install xxhash""",
-    )
-    assert not os.listdir(tmp_path)
-    with pytest.raises(ValueError, match="'valkye'"):  # the user's mistake first
-        Engine("valkye://here")
