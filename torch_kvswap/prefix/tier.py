@@ -158,11 +158,10 @@ class Tier:
 
         self._must_retry = False  # pages are due that could not be written
         self._store, self._process, self._has_warned = store, ForkGuard(), False
-        self._owns_store = False  # else its caller closes it
         self._random = secrets.token_hex(8)  # see _suffix()
         largest = max(map(operator.mul, self._batch, self._page_bytes))
         count = max(min(_THREADS, BYTES_IN_FLIGHT // largest), 1)
-        self._running = 2 * count  # threads that have not ended
+        self._running = 0  # threads that have not ended, of a tier that has started
         self._reads = StoreThreads(f"reading from {store}", count, self._end_thread)
         self._writes = StoreThreads(f"writing to {store}", count, self._end_thread)
 
@@ -173,7 +172,8 @@ class Tier:
         try:
             self._reads.start()
             self._writes.start()
-            self._owns_store = True
+            with self._lock:
+                self._running += len(self._threads())
         except BaseException:
             self.close()
             raise
@@ -318,11 +318,10 @@ class Tier:
     def _end_thread(self) -> None:
         with self._lock:
             self._running -= 1
-            if self._running:
+            if self._running:  # or it has not started: the store is its caller's
                 return
         self._memory.clear()  # so that the pools' memory can be unmapped
-        if self._owns_store:
-            self._store.close()
+        self._store.close()
 
     def _find(self, ask: _Ask) -> None:
         """Finds out what is there of an ask, and starts to read it."""
