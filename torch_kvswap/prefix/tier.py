@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_kvswap._C import Reservation
 from torch_kvswap._native.arguments import count_of, kind_of
@@ -96,18 +96,6 @@ class _Ask:
     def is_answered(self) -> bool:
         """Whether poll() can enter it."""
         return not (self.left or self.is_over)
-
-
-class _Batch(NamedTuple):
-    """Pages of one group that one call of the store reads.
-
-    Attributes:
-        keys (list[bytes]), pages (list[int]): of the pages.
-    """
-
-    group: int
-    keys: list[bytes]
-    pages: list[int]
 
 
 class Tier:
@@ -328,17 +316,17 @@ class Tier:
         with self._lock:
             if self._asking.get(ask.identity) is not ask:  # given up, or Ctrl-C came
                 return
-        batches = list[_Batch]()
+        reads = list[Callable[[], None]]()
         try:
             units = self._ask_store(ask)
             if units == ask.units:  # else the reads show whether it works
                 self._reads.end_pause()
-            batches = self._reserve(ask, units)
+            reads = self._reserve(ask, units)
         except Exception as error:  # whatever somebody else's store raises, and MemoryError
             ask.absent.append(ask.identity)
             self._fail_read(ask, error, ask.count)
-        for batch in batches:
-            self._reads.submit(partial(self._read_batch, ask, batch))
+        for read in reads:
+            self._reads.submit(read)
         with self._lock:
             self._end_task(ask)
 
@@ -352,11 +340,11 @@ class Tier:
         there = [bytes(islice(rest, len(of_group))) for of_group in keys]
         return self._manager._longest_prefix(ask.units, there)
 
-    def _reserve(self, ask: _Ask, units: int) -> list[_Batch]:
+    def _reserve(self, ask: _Ask, units: int) -> list[Callable[[], None]]:
         """Takes pages for what a prefix of this length lacks, or a shorter one if there is no room.
         After a reset there is none: the store has been asked for what was before it.
 
-        Returns the parts that the threads read at a time.
+        Returns the tasks that read them.
         """
         needed, reservation = list[bytes](), None
         while units > ask.units and not ask.is_over:
@@ -368,7 +356,7 @@ class Tier:
                 break
             units = (units + ask.units) // 2
         try:
-            batches = [] if reservation is None else list(self._batches(reservation, needed))
+            reads = [] if reservation is None else list(self._split(ask, reservation, needed))
             if (behind := _first(self._behind(ask.keys, units))) is not None:
                 ask.absent.append(behind)
         except BaseException:
@@ -379,40 +367,38 @@ class Tier:
             ask.reservation = reservation
             if ask.is_over:
                 return []
-            ask.left += len(batches)
-            return batches
+            ask.left += len(reads)
+            return reads
 
-    def _batches(self, of: Reservation, keys: list[bytes]) -> Iterator[_Batch]:
-        """Splits the pages that are reserved for these keys."""
+    def _split(self, ask: _Ask, of: Reservation, keys: list[bytes]) -> Iterator[Callable[[], None]]:
+        """The tasks that each read some of the pages that are reserved for these keys."""
         for group, pages in enumerate(of.pages):
             split = split_keys(keys[group])
             of_pages = [split[index] for index in of.key_indices[group].tolist()]
             size = min(self._batch[group], -(-len(pages) // len(self._reads.threads)) or 1)
             for start in range(0, len(pages), size):
                 its = slice(start, start + size)
-                yield _Batch(group, of_pages[its], pages[its].tolist())
+                yield partial(self._read, ask, group, of_pages[its], pages[its].tolist())
 
-    def _read_batch(self, ask: _Ask, batch: _Batch) -> None:
+    def _read(self, ask: _Ask, group: int, keys: list[bytes], pages: list[int]) -> None:
         """Reads pages, compares their checksums, and leaves them to poll()."""
-        rejected, was_read = list(range(len(batch.keys))), False
+        rejected, was_read = list(range(len(keys))), False
         try:
             if not ask.is_over:
-                rejected, was_read = self._fill(ask, batch), True
+                rejected, was_read = self._fill(ask, group, keys, pages), True
         except Exception as error:  # whatever somebody else's store raises
             self._fail_read(ask, error, len(rejected))
         with self._lock:
             for place in rejected:
-                ask.rejected += (batch.group, batch.pages[place])
-                ask.absent += (batch.keys[place], ask.identity)
+                ask.rejected += (group, pages[place])
+                ask.absent += (keys[place], ask.identity)
             self._end_task(ask)
         if was_read and rejected:  # as long as the store has them, nobody writes them anew
-            keys = [batch.keys[place] for place in rejected]
-            self._delete(ask.resets, batch.group, keys)
+            self._delete(ask.resets, group, [keys[place] for place in rejected])
 
-    def _fill(self, ask: _Ask, batch: _Batch) -> list[int]:
+    def _fill(self, ask: _Ask, group: int, keys: list[bytes], pages: list[int]) -> list[int]:
         """Reads pages. Returns the places of those that did not come, or are damaged."""
-        keys, form = batch.keys, self._formats[batch.group]
-        views = self._views(batch.group, batch.pages)
+        form, views = self._formats[group], self._views(group, pages)
         trailers = _zeros(form.trailer_bytes, len(keys))
         names = form.names(keys, self._suffix(ask.resets))
         came = self._call(self._reads, ask, self._store.get, names, views, trailers)
@@ -422,7 +408,7 @@ class Tier:
             if came[place]:
                 problem = form.problem(trailer, key, view)
                 if problem is None:
-                    form.enter_checksums(trailer, batch.pages[place])
+                    form.enter_checksums(trailer, pages[place])
                     continue
                 self._report(key, problem)
             rejected.append(place)

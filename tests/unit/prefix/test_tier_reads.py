@@ -415,7 +415,7 @@ def test_a_failed_read_is_told_and_pauses(
     assert reader.load(PROMPT) == len(PROMPT), "no page was lost"
 
 
-@pytest.mark.parametrize("where", ["_reserve", "_batches", "any task"])
+@pytest.mark.parametrize("where", ["_reserve", "_split", "any task"])
 def test_a_lookup_without_memory_ends(
     where: str, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
