@@ -335,18 +335,15 @@ class PageServer:
         """
         del self._sessions[session.number]
         session.drop()
-        held, lent = list(session.held.values()), list(session.lent)
-        session.held.clear()
-        session.lent.clear()
 
         def free() -> None:
-            for one in held:
-                one.let_go()
-            if lent:
-                self._manager._take_back(lent)
+            for held in session.held.values():
+                held.let_go()
+            if session.lent:
+                self._manager._take_back(list(session.lent))
             self._some_ended = True
 
-        writes = bool(lent) or any(one.fills for one in held)
+        writes = session.lent or any(held.fills for held in session.held.values())
         if writes and (session.is_dead or session.is_worker):  # which has them from a scheduler
             self._loop.later(QUARANTINE, free)
         else:

@@ -204,20 +204,23 @@ class Session(NotCopyable):
             rendezvous.check_peer(connection, f"the server at {self._path}")
             connection.sendall(pack(Op.LEAVE, [self._session]))
 
-    def _introduce(self, connection: socket.socket, number: int, how: Op) -> None:
-        """Says who it is. From now on the server may have this session, and none from before."""
+    def _introduce(self, connection: socket.socket, number: int, how: Op) -> Sequence[int]:
+        """Says who it is, and returns the answer. From now on the server may have this session, and
+        none from before.
+        """
         text = json.dumps({**self._cache, **self._names, "session": self._session})
         with contextlib.closing(open_lock()) as lock:
             fds = lock.fds if how == Op.HELLO else ()
             rendezvous.send(connection, pack(how, data=text.encode()), fds)
         self._session = number
+        # A handle or a reset may be right behind it.
+        return receive(connection, bytearray(), _JOINED_BYTES)[1]
 
     def _attach(
         self, connection: socket.socket, number: int, generation: int, pools: RemotePools
     ) -> Sequence[int]:
         """Attaches the pools, if it is the memory of another server."""
-        self._introduce(connection, number, Op.HELLO)
-        answer = receive(connection, bytearray(), _JOINED_BYTES)[1]
+        answer = self._introduce(connection, number, Op.HELLO)
         with contextlib.ExitStack() as received:
             handles = []
             for _ in pools.layouts:
@@ -234,11 +237,9 @@ class Session(NotCopyable):
                 raise ConnectionError("it is closed")
             self._meeting = connection
         try:
-            self._introduce(connection, number, Op.MEET)
             if self._thread.is_alive():  # else the engine is being started, and all are there
                 connection.settimeout(None)
-            # A reset may be right behind it.
-            return receive(connection, bytearray(), _JOINED_BYTES)[1]
+            return self._introduce(connection, number, Op.MEET)
         finally:
             connection.settimeout(JOINING)
             self._meeting = None
