@@ -17,7 +17,7 @@
 #include "prefix/manager.h"
 
 // The native part of torch_kvswap.prefix.BlockManager. A call with few keys is made with the GIL
-// held; if it would have to wait or take long, it is made again without the GIL (prefix/manager.h).
+// held; if it would have to wait or take long, it is made without the GIL (prefix/manager.h).
 namespace kvswap::bindings {
 namespace {
 
@@ -99,14 +99,14 @@ class ReadKeys {
   std::vector<prefix::GroupKeys> several_;
 };
 
-// Makes a call with the GIL held, and without it if it is busy.
+// Makes a call of a manager that visits this many keys or pages.
 template <typename Call>
-auto busy(const Call& call) {
-  try {
-    return call(false);
-  } catch (const prefix::Busy&) {  // nothing has changed
-  }
-  return without_gil([&] { return call(true); });
+auto locked(prefix::BlockManager& manager, size_t visits, const Call& call) {
+  if (const auto lock = manager.try_lock(visits)) return call();
+  return without_gil([&] {
+    const auto lock = manager.lock();
+    return call();
+  });
 }
 
 // The pages of a manager in another process whose copies have ended.
@@ -188,27 +188,24 @@ class PyBlockManager {
                                  static_cast<prefix::BelowPolicy>(below)}) {}
 
   void grow(nb::typed<nb::list, int> ready_pages) {
-    prefix::BlockManager& manager = alive();
+    process_.check();
     const auto pages = items_of<int64_t>(ready_pages);
-    without_gil([&] { manager.grow(pages.data()); });
+    without_gil([&] {
+      const auto lock = manager_.lock();
+      manager_.grow(pages.data());
+    });
   }
 
   template <bool kForCache>
   nb::object lookup(nb::handle keys, nb::handle again, nb::handle hold) {
     const bool is_again = read_switch("again", again), holds = read_switch("hold", hold);
     const ReadKeys read = read_keys(keys, kForCache);
-    // All memory is taken before pages are held.
-    auto pages = new_pages(holds);
-    nb::object lease = holds ? nb::cast(Reservation()) : nb::none();
-    const prefix::Lookup of =
-        busy([&](bool wait) { return manager_.lookup(read.of_groups(), is_again, holds, wait); });
-    if (of.lease != 0) {
-      auto& made = *nb::inst_ptr<Reservation>(lease);
-      made.id = of.lease;
-      give(made, std::move(pages), read.size(), true);
-    } else {
-      lease = nb::none();
-    }
+    nb::object lease = holds ? nb::cast(reservation(true, prefix::Outcome::kDone)) : nb::none();
+    auto* leased = holds ? nb::inst_ptr<Reservation>(lease) : nullptr;
+    prefix::ReservedPages* pages = holds ? leased->pages_of_job.get() : nullptr;
+    const prefix::Lookup of = locked(
+        manager_, read.size(), [&] { return manager_.lookup(read.of_groups(), is_again, pages); });
+    if (holds && !leased->begin()) lease = nb::none();
     // Lookup is a named tuple; its own constructor takes four times as long.
     auto* type = reinterpret_cast<PyTypeObject*>(python.Lookup.ptr());
     static const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
@@ -235,45 +232,39 @@ class PyBlockManager {
   template <bool kAll, bool kForCache>
   std::optional<Reservation> hold(nb::handle keys) {
     const ReadKeys read = read_keys(keys, kForCache);
-    // All memory is taken before pages are held.
-    Reservation made;
-    auto pages = new_pages(kForCache);
-    made.id =
-        busy([&](bool wait) { return manager_.hold(read.of_groups(), kAll, made.assigned, wait); });
-    if (made.id == 0) return std::nullopt;
-    made.has_groups = kForCache || has_groups_;
-    give(made, std::move(pages), made.assigned.pages.size(), true);
+    Reservation made = reservation(kForCache, prefix::Outcome::kDone);
+    locked(manager_, read.size(),
+           [&] { manager_.hold(read.of_groups(), kAll, made.assigned, *made.pages_of_job); });
+    if (!made.begin()) return std::nullopt;
     return made;
   }
 
-  template <prefix::Purpose kPurpose, bool kForCache>
-  std::optional<Reservation> reserve(nb::handle keys) {
-    return reserve(keys, kPurpose, kForCache, {});
+  template <bool kLeases, bool kForCache>
+  std::optional<Reservation> prepare_store(nb::handle keys) {
+    return reserve(keys, kLeases, kForCache, {});
   }
   std::optional<Reservation> promote(nb::handle keys, uint64_t resets) {
-    return reserve(keys, prefix::Purpose::kPromoted, true, resets);
+    return reserve(keys, false, true, resets);
   }
 
   // Also the keys of the pages, and the resets before these were stored.
   std::optional<std::tuple<Reservation, nb::bytes, uint64_t>> hold_due(size_t count, size_t group) {
-    alive();
-    auto pages = new_pages(true);
-    Reservation made;
-    made.has_groups = true;
+    process_.check();
+    Reservation made = reservation(true, prefix::Outcome::kFailed);
     made.assigned.counts.resize(num_groups_);
-    prefix::Due due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
-    if (due.reservation == 0) return std::nullopt;
-    made.id = due.reservation;
-    give(made, std::move(pages), due.pages.size(), false);
+    prefix::Due due = locked(manager_, std::min(count, prefix::BlockManager::kFewKeys),
+                             [&] { return manager_.hold_due(count, group, *made.pages_of_job); });
+    if (!made.begin()) return std::nullopt;
     made.assigned.counts[group] = static_cast<int64_t>(due.pages.size());
     made.assigned.pages = std::move(due.pages);
     return std::tuple{std::move(made), nb::bytes(due.keys.data(), due.keys.size()), due.resets};
   }
 
   nb::typed<nb::list, nb::any> take_corrupted() {
-    alive();
+    process_.check();
     nb::list taken;
-    for (const auto& [group, key] : without_gil([&] { return manager_.take_corrupted(); })) {
+    for (const auto& [group, key] :
+         locked(manager_, 0, [&] { return manager_.take_corrupted(); })) {
       taken.append(
           nb::make_tuple(group, nb::bytes(reinterpret_cast<const char*>(&key), kKeyBytes)));
     }
@@ -281,13 +272,13 @@ class PyBlockManager {
   }
 
   nb::any lend(size_t count) {
-    alive();
-    return to_numpy(busy([&](bool wait) { return manager_.lend(count, wait); }));
+    process_.check();
+    return to_numpy(locked(manager_, count, [&] { return manager_.lend(count); }));
   }
 
   // keys: of the blocks on the pages; without keys the pages are free.
   void take_back(nb::handle pages, nb::handle keys) {
-    alive();
+    process_.check();
     const ReadKeys read{keys, false, 1};
     const std::vector<int64_t> lent = read_pages(pages);
     if (read.size() != 0 && read.size() != lent.size()) {
@@ -295,20 +286,22 @@ class PyBlockManager {
                                "; name one for each page");
     }
     const uint8_t* bytes = read.size() == 0 ? nullptr : read.of_groups()->bytes;
-    busy([&](bool wait) { manager_.take_back(lent, bytes, wait); });
+    locked(manager_, lent.size(), [&] { manager_.take_back(lent, bytes); });
   }
 
+  // No other thread may end it meanwhile.
   void abandon(nb::handle reservation) {
-    const int64_t id = reservation_of(reservation).id;
-    if (id != 0) busy([&](bool wait) { manager_.abandon(id, wait); });
+    Reservation& of = reservation_of(reservation);
+    if (of.id == 0) return;
+    check_held(of);
+    prefix::ReservedPages& pages = *of.pages_of_job;
+    locked(manager_, pages.pins.size(), [&] { manager_.abandon(pages); });
   }
 
-  // rejected: mostly (), which read_ids() would give to Python.
   void complete(nb::handle reservation, nb::handle rejected) {
-    const Reservation& of = reservation_of(reservation);
+    Reservation& of = reservation_of(reservation);
     std::vector<int64_t> positions;
-    const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
-    if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
+    read_ids("rejected", rejected, positions);
     end(of, prefix::Outcome::kDone, pages_at(of, positions));
   }
   void fail(nb::handle reservation) {
@@ -317,69 +310,74 @@ class PyBlockManager {
 
   void touch(nb::handle keys) {
     const ReadKeys read = read_keys(keys, false);
-    busy([&](bool wait) { manager_.touch(read.of_groups(), wait); });
+    locked(manager_, read.size(), [&] { manager_.touch(read.of_groups()); });
   }
 
   void order(nb::handle keys, nb::handle renew) {
     const bool is_renewed = read_switch("renew", renew);
     const ReadKeys read = read_keys(keys, false);
-    busy([&](bool wait) { manager_.order(read.of_groups(), is_renewed, wait); });
+    locked(manager_, read.size(), [&] { manager_.order(read.of_groups(), is_renewed); });
   }
 
   void reset() {
-    prefix::BlockManager& manager = alive();
-    without_gil([&] { manager.reset(); });
+    process_.check();
+    without_gil([&] { manager_.reset(); });
   }
 
-  uint64_t resets() { return alive().resets(); }
+  uint64_t resets() const {
+    process_.check();
+    return manager_.resets();
+  }
 
   std::vector<uint64_t> stats(size_t group) {
-    prefix::BlockManager& manager = alive();
-    return without_gil([&] { return manager.stats(group); });
+    process_.check();
+    return locked(manager_, 0, [&] { return manager_.stats(group); });
   }
 
  private:
-  std::optional<Reservation> reserve(nb::handle keys, prefix::Purpose purpose, bool for_cache,
-                                     std::optional<uint64_t> resets) {
-    const ReadKeys read = read_keys(keys, for_cache);
-    // All memory is taken before pages are.
-    Reservation made;
-    auto pages = new_pages(for_cache), pages_of_lease = new_pages(for_cache);
-    if (purpose == prefix::Purpose::kPreempted) made.lease = nb::cast(Reservation());
-    const auto stored = busy([&](bool wait) {
-      return manager_.prepare_store(read.of_groups(), purpose, resets, made.assigned, wait);
-    });
-    if (!stored) return std::nullopt;
-    made.id = stored->reservation;
-    made.fills = true;
+  // For a call of the manager, which may make it. outcome: see Reservation.
+  Reservation reservation(bool for_cache, prefix::Outcome outcome) const {
+    Reservation made(manager_.ended_pages(), outcome);
     made.has_groups = for_cache || has_groups_;
-    if (stored->lease != 0) {
-      auto& lease = *nb::inst_ptr<Reservation>(made.lease);
-      lease.id = stored->lease;
-      give(lease, std::move(pages_of_lease), read.size(), true);
-    }
-    give(made, std::move(pages), made.assigned.pages.size(), false);
+    made.may_be_dropped = for_cache;
+    return made;
+  }
+  std::optional<Reservation> reserve(nb::handle keys, bool leases, bool for_cache,
+                                     std::optional<uint64_t> promoted_after) {
+    const ReadKeys read = read_keys(keys, for_cache);
+    Reservation made = reservation(for_cache, prefix::Outcome::kFailed);
+    made.fills = true;
+    if (leases) made.lease = nb::cast(reservation(for_cache, prefix::Outcome::kDone));
+    auto* lease = leases ? nb::inst_ptr<Reservation>(made.lease) : nullptr;
+    prefix::ReservedPages* leased = leases ? lease->pages_of_job.get() : nullptr;
+    const bool has_room = locked(manager_, read.size(), [&] {
+      return manager_.prepare_store(read.of_groups(), promoted_after, made.assigned,
+                                    *made.pages_of_job, leased);
+    });
+    if (!has_room) return std::nullopt;
+    made.begin();
+    if (leases) lease->begin();
     return made;
   }
 
-  // What a job takes.
-  std::unique_ptr<prefix::ReservedPages> new_pages(bool for_cache) const {
-    if (!for_cache) return nullptr;
-    auto pages = std::make_unique<prefix::ReservedPages>();
-    pages->manager = manager_.ended_pages();
-    return pages;
+  // Throws if it has ended, or if another manager has made it.
+  void check_held(const Reservation& of) const {
+    if (of.is_held() && of.pages_of_job->manager == manager_.ended_pages()) return;
+    kvswap::fail<ValueError>("reservation ", of.id, " has ended before, or is another manager's");
   }
-  static void give(Reservation& to, std::unique_ptr<prefix::ReservedPages> pages, size_t count,
-                   bool is_load) {
-    if (pages == nullptr || to.id == 0) return;
-    pages->id = to.id;
-    pages->num_pages = count;
-    if (is_load) pages->outcome = prefix::Outcome::kDone;  // until it is submitted: they are valid
-    to.pages_of_job = std::move(pages);
-  }
-
-  void end(const Reservation& of, prefix::Outcome outcome, const prefix::RejectedPages& rejected) {
-    if (of.id != 0) busy([&](bool wait) { manager_.end(of.id, outcome, rejected, wait); });
+  void end(Reservation& of, prefix::Outcome outcome, prefix::RejectedPages rejected) {
+    if (of.id == 0) return;
+    check_held(of);
+    std::sort(rejected.begin(), rejected.end());
+    of.pages_of_job->outcome = outcome;
+    of.pages_of_job->rejected = std::move(rejected);
+    auto pages = std::move(of.pages_of_job);  // so that no other thread ends it
+    try {
+      locked(manager_, pages->pins.size(), [&] { manager_.end(*pages); });
+    } catch (...) {
+      of.pages_of_job = std::move(pages);
+      throw;
+    }
   }
 
   // The pages at these positions among those of a reservation.
@@ -400,7 +398,6 @@ class PyBlockManager {
       pages.emplace_back(group - 1, of.assigned.pages[position]);
       least = position + 1;
     }
-    std::sort(pages.begin(), pages.end());
     return pages;
   }
 
@@ -410,8 +407,8 @@ class PyBlockManager {
     return read;
   }
 
-  const Reservation& reservation_of(nb::handle reservation) {
-    alive();
+  Reservation& reservation_of(nb::handle reservation) {
+    process_.check();
     if (nb::isinstance<Reservation>(reservation)) return *nb::inst_ptr<Reservation>(reservation);
     constexpr const char* kText =
         "reservation is {}; pass what prepare_load() or prepare_store() returned";
@@ -427,10 +424,6 @@ class PyBlockManager {
     return read;
   }
 
-  prefix::BlockManager& alive() {
-    process_.check();
-    return manager_;
-  }
   ReadKeys read_keys(nb::handle keys, bool for_cache) const {
     process_.check();
     return {keys, for_cache || has_groups_, num_groups_};
@@ -469,11 +462,9 @@ Attributes:
       .def(
           "__init__",
           [](Reservation* self, int64_t id, const PyEndedPages& ended, bool is_load) {
-            auto pages = std::make_unique<prefix::ReservedPages>();
-            pages->manager = ended.pages;
-            pages->id = id;
-            if (is_load) pages->outcome = prefix::Outcome::kDone;
-            new (self) Reservation(id, id == 0 ? nullptr : std::move(pages));
+            const auto outcome = is_load ? prefix::Outcome::kDone : prefix::Outcome::kFailed;
+            new (self) Reservation(ended.pages, outcome);
+            self->id = self->pages_of_job->id = id;
           },
           "id"_a, "ended"_a, "is_load"_a)
       .def_ro("id", &Reservation::id)
@@ -537,8 +528,7 @@ Args:
 
 Returns:
     Reservation | None: None, with nothing held, if a block is not ready.)")
-      .def("prepare_store", &PyBlockManager::reserve<prefix::Purpose::kStored, false>,
-           "keys"_a.none(),
+      .def("prepare_store", &PyBlockManager::prepare_store<false, false>, "keys"_a.none(),
            nb::sig("def prepare_store(self, keys: " KEYS ") -> Reservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
@@ -555,7 +545,7 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
-      .def("preempt", &PyBlockManager::reserve<prefix::Purpose::kPreempted, false>, "keys"_a.none(),
+      .def("preempt", &PyBlockManager::prepare_store<true, false>, "keys"_a.none(),
            nb::sig("def preempt(self, keys: " KEYS ") -> Reservation | None"),
            R"(prepare_store() for a preempted request, with a hold on the blocks of all keys.
 
@@ -572,7 +562,7 @@ Raises:
     ValueError: a key occurs twice.)")
       .def(
           "complete", &PyBlockManager::complete, "reservation"_a.none(),
-          "rejected"_a.none() = nb::tuple(),
+          "rejected"_a.none() = nb::list(),
           nb::sig("def complete(self, reservation: Reservation, rejected: "
                   "collections.abc.Sequence[int] = ()) -> None"),
           R"(Ends a reservation whose copy succeeded, or a load that was cancelled or not submitted.
@@ -638,8 +628,8 @@ Raises:
            nb::sig("def _lookup(self, keys: list[bytes], *, again: bool = False, hold: bool = "
                    "False) -> torch_kvswap.prefix.manager.Lookup"))
       .def("_prepare_load", &PyBlockManager::hold<true, true>, "keys"_a)
-      .def("_prepare_store", &PyBlockManager::reserve<prefix::Purpose::kStored, true>, "keys"_a)
-      .def("_preempt", &PyBlockManager::reserve<prefix::Purpose::kPreempted, true>, "keys"_a)
+      .def("_prepare_store", &PyBlockManager::prepare_store<false, true>, "keys"_a)
+      .def("_preempt", &PyBlockManager::prepare_store<true, true>, "keys"_a)
       .def("_hold", &PyBlockManager::hold<false, true>, "keys"_a)
       .def("_promote", &PyBlockManager::promote, "keys"_a, "resets"_a)
       .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)

@@ -208,7 +208,7 @@ class PyHandler {
       for (const nb::handle one : read) request.parts[g++].first_slot = nb::cast<int64_t>(one);
     }
     if (!computed_in.is_none()) request.computed_in = read_lists("gpu_block_ids", computed_in);
-    if (reserved != nullptr && reserved->pages_of_job) request.reserved = &reserved->pages_of_job;
+    if (reserved != nullptr && reserved->is_held()) request.reserved = &reserved->pages_of_job;
     if (!job.tag.is_none()) {
       request.tag = ++last_tag_;
       tags[nb::int_(request.tag)] = job.tag;

@@ -13,24 +13,33 @@ namespace kvswap::bindings {
 
 // Pages that are held for a copy.
 struct Reservation {
-  int64_t id = 0;           // 0: nothing is reserved
-  bool fills = false;       // the copy writes the pages
-  bool has_groups = false;  // Python gets a list with an array for each group
+  int64_t id = 0;              // 0: nothing is reserved
+  bool fills = false;          // the copy writes the pages
+  bool has_groups = false;     // Python gets a list with an array for each group
+  bool may_be_dropped = true;  // else its caller copies, and perhaps still does
   prefix::Assigned assigned = {};
   nb::object lease = nb::none();
-  // Of a prefix cache, its second tier or a server: a job takes them, or end() ends them. Otherwise
-  // they end as if nothing was copied.
-  std::unique_ptr<prefix::ReservedPages> pages_of_job = {};
+  // A job of a prefix cache takes them, or end() ends them.
+  std::unique_ptr<prefix::ReservedPages> pages_of_job;
 
-  Reservation() = default;
-  Reservation(int64_t id, std::unique_ptr<prefix::ReservedPages> pages)
-      : id(id), pages_of_job(std::move(pages)) {}
+  // outcome: if nothing is copied.
+  Reservation(std::shared_ptr<prefix::EndedPages> manager, prefix::Outcome outcome)
+      : pages_of_job(std::make_unique<prefix::ReservedPages>(std::move(manager), outcome)) {}
   Reservation(Reservation&&) = default;
   Reservation& operator=(Reservation&&) = default;
-  ~Reservation() { let_go(); }
+  ~Reservation() {
+    if (!is_held()) return;
+    if (!may_be_dropped) pages_of_job->outcome = prefix::Outcome::kLost;
+    let_go();
+  }
 
+  // After the manager's call: whether this has made it.
+  bool begin() {
+    id = pages_of_job->id;
+    return id != 0;
+  }
   // Whether it has not ended, and no job has taken it.
-  bool is_held() const { return pages_of_job != nullptr; }
+  bool is_held() const { return id != 0 && pages_of_job != nullptr; }
 
   nb::any python_indices() { return numbers(indices_made_, assigned.key_indices); }
   nb::any python_pages() { return numbers(pages_made_, assigned.pages); }

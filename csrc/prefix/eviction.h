@@ -108,10 +108,10 @@ class EvictionPolicy {
   void insert(uint32_t page, uint32_t newer) {
     Node& node = nodes_[page];
     uint32_t& start = start_[node.list];
-    lists_[node.list].insert(nodes_, page, newer);
     node.has_place = true;
     node.was_placed_held = node.count > 0;
     node.was_passed = newer != kNone && nodes_[newer].was_passed;
+    lists_[node.list].insert(nodes_, page, newer);
     if (start == newer) start = page;
     if (node.was_passed) start = lists_[node.list].oldest();
   }

@@ -39,43 +39,45 @@ std::unique_ptr<Pages> BlockManager::make_pages(size_t group) {
   return std::make_unique<Pages>(groups_[group].options.num_pages, policy_, below_);
 }
 
-std::unique_lock<std::mutex> BlockManager::lock_for(size_t visits, bool wait) {
-  std::unique_lock lock(mutex_, std::defer_lock);
-  if (wait) {
-    lock.lock();
-  } else if (visits + ended_pages_->num_pages() > kFewKeys || !lock.try_lock()) {
-    throw Busy{};
-  }
+BlockManager::Lock BlockManager::lock() {
+  Lock lock(mutex_);
   end_reported();
+  return lock;
+}
+
+BlockManager::Lock BlockManager::try_lock(size_t visits) {
+  Lock lock(mutex_, std::defer_lock);
+  const bool is_short = visits <= kFewKeys && visits + ended_pages_->num_pages() <= kFewKeys;
+  if (is_short && lock.try_lock()) end_reported();
   return lock;
 }
 
 void BlockManager::end_reported() {
   while (reported_ != nullptr || (reported_ = ended_pages_->take()) != nullptr) {
-    const ReservedPages& first = *reported_;
-    const auto found = reservations_.find(first.id);
-    // If there is no memory, a later call begins here. If it is not found, somebody has ended it.
-    if (found != reservations_.end()) end(found, first.outcome, first.rejected);
-    delete std::exchange(reported_, first.next);
+    end(*reported_);  // if there is no memory, a later call begins here
+    delete std::exchange(reported_, reported_->next);
   }
 }
 
+void BlockManager::enter(ReservedPages& reservation) {
+  reservation.id = next_id();
+  reservation.before = &lost_;
+  reservation.after = lost_.after;
+  lost_.after = reservation.after->before = &reservation;
+}
+
 std::vector<std::pair<uint32_t, Key>> BlockManager::take_corrupted() {
-  const auto held = lock();
   return std::exchange(corrupted_, {});
 }
 
 void BlockManager::grow(const int64_t* ready_pages) {
-  const auto held = lock();
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
-int64_t BlockManager::hold(const GroupKeys* keys, bool all, Assigned& held, bool wait) {
+void BlockManager::hold(const GroupKeys* keys, bool all, Assigned& held, ReservedPages& made) {
   const size_t most = num_keys(keys);
-  const auto lock = lock_for(most, wait);
   find_pages(keys, true);
-  std::vector<Pin> pins;
-  pins.reserve(most);
+  made.pins.reserve(most);
   held.key_indices.reserve(most);
   held.pages.reserve(most);
   held.counts.resize(groups_.size());
@@ -84,18 +86,18 @@ int64_t BlockManager::hold(const GroupKeys* keys, bool all, Assigned& held, bool
     for (size_t i = 0; i < group.found.size(); ++i) {
       const uint32_t page = group.found[i];
       if (group.pages->is_filled(page)) {
-        pins.push_back({g, page, Copy::kLoad});
+        made.pins.push_back({g, page, Copy::kLoad});
         held.key_indices.push_back(static_cast<int64_t>(i));
         held.pages.push_back(page);
         ++held.counts[g];
       } else if (all) {
-        return 0;
+        return;
       }
     }
   }
-  if (pins.empty() && !all) return 0;
-  const int64_t id = next_id();
-  for (const Pin& pin : reservations_.emplace(id, std::move(pins)).first->second) {
+  if (made.pins.empty() && !all) return;
+  enter(made);
+  for (const Pin& pin : made.pins) {
     Pages& pages = *groups_[pin.group].pages;
     if (all) {
       pages.hold(pin.page);
@@ -104,36 +106,22 @@ int64_t BlockManager::hold(const GroupKeys* keys, bool all, Assigned& held, bool
       pages.hold_in_place(pin.page);
     }
   }
-  return id;
 }
 
-std::optional<Stored> BlockManager::prepare_store(const GroupKeys* keys, Purpose purpose,
-                                                  std::optional<uint64_t> resets,
-                                                  Assigned& assigned, bool wait) {
-  const size_t most = num_keys(keys);
-  const auto lock = lock_for(most, wait);
-  if (resets && *resets != resets_) return std::nullopt;
+bool BlockManager::prepare_store(const GroupKeys* keys, std::optional<uint64_t> promoted_after,
+                                 Assigned& assigned, ReservedPages& made, ReservedPages* lease) {
+  if (promoted_after && *promoted_after != resets_) return false;
   check_distinct(keys);
   find_pages(keys, true);
-  if (!find_wanted(keys, purpose, assigned)) return std::nullopt;
+  const bool may_skip = lookups_ && !promoted_after && lease == nullptr;
+  if (!find_wanted(keys, may_skip, assigned)) return false;
   // All memory is taken before anything is held or evicted.
-  const size_t num_wanted = assigned.key_indices.size();
-  const bool is_leased = purpose == Purpose::kPreempted;
+  const size_t most = num_keys(keys), num_wanted = assigned.key_indices.size();
   assigned.pages.resize(num_wanted);
   assigned.evicted.resize(num_wanted);
-  std::vector<Pin> pins, leased;
-  pins.reserve(most);
-  if (is_leased) leased.reserve(most);
-  const Stored stored{next_id(), is_leased ? next_id() : 0};
-  std::vector<Pin>& made = reservations_[stored.reservation];
-  std::vector<Pin>* lease = nullptr;
-  try {
-    if (is_leased) lease = &reservations_[stored.lease];
-  } catch (...) {
-    reservations_.erase(stored.reservation);
-    throw;
-  }
-  const Copy copy = purpose == Purpose::kPromoted ? Copy::kPromotion : Copy::kStore;
+  made.pins.reserve(most);
+  if (lease != nullptr) lease->pins.reserve(most);
+  const Copy copy = promoted_after ? Copy::kPromotion : Copy::kStore;
   size_t written = 0, num_evicted = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     Pages& pages = *groups_[g].pages;
@@ -148,45 +136,40 @@ std::optional<Stored> BlockManager::prepare_store(const GroupKeys* keys, Purpose
         pages.assign(keys[g].bytes, wanted, count, given, assigned.evicted.data() + num_evicted);
     for (size_t i = 0, next = 0; i < found.size(); ++i) {
       if (next < count && wanted[next] == static_cast<int64_t>(i)) {
-        pins.push_back({g, static_cast<uint32_t>(given[next++]), copy});
+        made.pins.push_back({g, static_cast<uint32_t>(given[next++]), copy});
       } else if (found[i] != kNone) {
-        pins.push_back({g, found[i], Copy::kNone});
+        made.pins.push_back({g, found[i], Copy::kNone});
       }
     }
     written += count;
   }
   assigned.evicted.resize(num_evicted);
-  if (is_leased) {
-    for (const Pin& pin : pins) {
+  if (lease != nullptr) {
+    for (const Pin& pin : made.pins) {
       groups_[pin.group].pages->hold(pin.page);
-      leased.push_back({pin.group, pin.page, Copy::kNone});
+      lease->pins.push_back({pin.group, pin.page, Copy::kNone});
     }
-    *lease = std::move(leased);
+    enter(*lease);
   }
-  made = std::move(pins);
-  if (num_wanted > 0) return stored;
-  release_all(made);
-  reservations_.erase(stored.reservation);
-  return Stored{0, stored.lease};
+  if (num_wanted > 0) {
+    enter(made);
+  } else {
+    release_all(made.pins);
+  }
+  return true;
 }
 
-void BlockManager::end(int64_t id, Outcome outcome, const RejectedPages& rejected, bool wait) {
-  const auto lock = lock_for(0, wait);
-  const auto of = find(id);
-  if (!wait && of->second.size() > kFewKeys) throw Busy{};
-  end(of, outcome, rejected);
-}
-
-void BlockManager::end(Reservations::iterator of, Outcome outcome, const RejectedPages& rejected) {
-  if (outcome == Outcome::kLost) return forget_all(of->second);
-  const bool has_failed = outcome == Outcome::kFailed;
-  const bool notes = outcome == Outcome::kDamaged && below_ != BelowPolicy::kNothing;
-  if (notes) corrupted_.reserve(corrupted_.size() + rejected.size());
-  for (const Pin& pin : of->second) {
+void BlockManager::end(ReservedPages& of) {
+  const bool is_lost = of.outcome == Outcome::kLost;
+  const bool has_failed = is_lost || of.outcome == Outcome::kFailed;
+  const bool notes = of.outcome == Outcome::kDamaged && below_ != BelowPolicy::kNothing;
+  if (is_lost) lost_.pins.insert(lost_.pins.end(), of.pins.begin(), of.pins.end());
+  if (notes) corrupted_.reserve(corrupted_.size() + of.rejected.size());
+  for (Pin& pin : of.pins) {
     if (pin.copy == Copy::kNone) continue;
     Group& group = groups_[pin.group];
-    const bool is_rejected =
-        !rejected.empty() && std::binary_search(rejected.begin(), rejected.end(),
+    const bool is_rejected = !of.rejected.empty() &&
+                             std::binary_search(of.rejected.begin(), of.rejected.end(),
                                                 std::pair<uint32_t, int64_t>(pin.group, pin.page));
     if (pin.copy == Copy::kWrite) {
       group.pages->end_write(pin.page, !has_failed && !is_rejected);
@@ -194,8 +177,7 @@ void BlockManager::end(Reservations::iterator of, Outcome outcome, const Rejecte
       if (is_rejected && notes && group.pages->was_read(pin.page)) {
         corrupted_.emplace_back(pin.group, group.pages->key(pin.page));
       }
-      group.pages->forget(pin.page);
-      ++group.counters.failed;
+      forget(pin);
     } else if (pin.copy == Copy::kLoad) {
       ++group.counters.loaded;
     } else {
@@ -204,12 +186,12 @@ void BlockManager::end(Reservations::iterator of, Outcome outcome, const Rejecte
       (was_read ? group.counters.promoted : group.counters.stored) += is_filled;
     }
   }
-  release_all(of->second);
-  reservations_.erase(of);
+  if (!is_lost) release_all(of.pins);
+  of.before->after = of.after;
+  of.after->before = of.before;
 }
 
-std::vector<int64_t> BlockManager::lend(size_t count, bool wait) {
-  const auto lock = lock_for(std::min(count, kFewKeys + 1), wait);
+std::vector<int64_t> BlockManager::lend(size_t count) {
   Pages& pages = *groups_.front().pages;
   std::vector<int64_t> lent(std::min(count, pages.num_free() + pages.num_idle()));
   for (int64_t& page : lent) page = pages.lend();
@@ -217,8 +199,7 @@ std::vector<int64_t> BlockManager::lend(size_t count, bool wait) {
   return lent;
 }
 
-void BlockManager::take_back(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait) {
-  const auto lock = lock_for(pages.size(), wait);
+void BlockManager::take_back(const std::vector<int64_t>& pages, const uint8_t* keys) {
   Group& group = groups_.front();
   for (size_t i = pages.size(); i-- > 0;) {  // as in release_all()
     const auto page = static_cast<uint32_t>(pages[i]);
@@ -230,51 +211,39 @@ void BlockManager::take_back(const std::vector<int64_t>& pages, const uint8_t* k
   }
 }
 
-void BlockManager::abandon(int64_t id, bool wait) {
-  const auto lock = lock_for(0, wait);
-  const std::vector<Pin>& pins = find(id)->second;
-  if (!wait && pins.size() > kFewKeys) throw Busy{};
-  forget_all(pins);
+void BlockManager::abandon(ReservedPages& reservation) {
+  for (Pin& pin : reservation.pins) {
+    if (pin.copy != Copy::kNone) forget(pin);
+  }
 }
 
-Due BlockManager::hold_due(size_t count, size_t group, bool wait) {
-  const auto lock = lock_for(std::min(count, kFewKeys), wait);
+void BlockManager::forget(Pin& pin) {
+  Group& group = groups_[pin.group];
+  group.pages->forget(pin.page);
+  ++group.counters.failed;
+  pin.copy = Copy::kNone;  // its end counts it no more
+}
+
+Due BlockManager::hold_due(size_t count, size_t group, ReservedPages& made) {
   Due due;
   due.resets = resets_;
   std::vector<uint32_t> pages;
-  std::vector<Pin> pins;
   pages.reserve(count);
-  pins.reserve(count);
+  made.pins.reserve(count);
   due.pages.reserve(count);
   due.keys.reserve(count * kKeyBytes);
-  const int64_t id = next_id();
-  std::vector<Pin>& reservation = reservations_[id];
   groups_.at(group).pages->hold_due(count, kFewKeys, pages);
   for (const uint32_t page : pages) {
     const auto* key = reinterpret_cast<const uint8_t*>(&groups_[group].pages->key(page));
     due.keys.insert(due.keys.end(), key, key + kKeyBytes);
     due.pages.push_back(page);
-    pins.push_back({static_cast<uint32_t>(group), page, Copy::kWrite});
+    made.pins.push_back({static_cast<uint32_t>(group), page, Copy::kWrite});
   }
-  if (pins.empty()) {
-    reservations_.erase(id);
-    return due;
-  }
-  reservation = std::move(pins);
-  due.reservation = id;
+  if (!pages.empty()) enter(made);
   return due;
 }
 
-BlockManager::Reservations::iterator BlockManager::find(int64_t id) {
-  const auto found = reservations_.find(id);
-  if (found == reservations_.end()) {
-    fail<ValueError>("reservation ", id, " has ended before, or is another manager's");
-  }
-  return found;
-}
-
-void BlockManager::touch(const GroupKeys* keys, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
+void BlockManager::touch(const GroupKeys* keys) {
   find_pages(keys, true);
   // The first block is the last one used: without it no other block is of use.
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
@@ -284,8 +253,7 @@ void BlockManager::touch(const GroupKeys* keys, bool wait) {
   }
 }
 
-void BlockManager::order(const GroupKeys* keys, bool renew, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
+void BlockManager::order(const GroupKeys* keys, bool renew) {
   find_pages(keys, true);
   for (const Group& group : groups_) {
     const std::vector<uint32_t>& found = group.found;
@@ -313,11 +281,11 @@ void BlockManager::reset() {
     pages[g]->take_over(*groups_[g].pages);
     groups_[g].pages.swap(pages[g]);
   }
-  for (const auto& [id, pins] : reservations_) {
-    for (const Pin& pin : pins) {
-      groups_[pin.group].pages->hold_forgotten(pin.page);
-    }
-  }
+  const ReservedPages* of = &lost_;
+  do {
+    for (const Pin& pin : of->pins) groups_[pin.group].pages->hold_forgotten(pin.page);
+    of = of->after;
+  } while (of != &lost_);
   ++resets_;
 }
 
@@ -325,12 +293,6 @@ void BlockManager::release_all(const std::vector<Pin>& pins) {
   // The first block is released last, and so evicted last: without it no other block is of use.
   for (size_t i = pins.size(); i-- > 0;) {
     groups_[pins[i].group].pages->release(pins[i].page);
-  }
-}
-
-void BlockManager::forget_all(const std::vector<Pin>& pins) {
-  for (const Pin& pin : pins) {
-    if (pin.copy != Copy::kNone) groups_[pin.group].pages->forget(pin.page);
   }
 }
 
@@ -409,8 +371,7 @@ int64_t BlockManager::longest_prefix(int64_t found, const std::vector<std::strin
   });
 }
 
-Lookup BlockManager::lookup(const GroupKeys* keys, bool again, bool hold, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
+Lookup BlockManager::lookup(const GroupKeys* keys, bool again, ReservedPages* lease) {
   find_pages(keys, false);
   std::vector<size_t> ends;
   for (const Group& group : groups_) ends.push_back(group.found.size());
@@ -419,16 +380,15 @@ Lookup BlockManager::lookup(const GroupKeys* keys, bool again, bool hold, bool w
       longest_prefix(
           std::move(ends),
           [&](size_t g, size_t i) { return groups_[g].pages->is_filled(groups_[g].found[i]); }),
-      0, 0};
-  if (hold && found.ready > 0) {
-    std::vector<Pin> pins;
+      0};
+  if (lease != nullptr && found.ready > 0) {
     for (uint32_t g = 0; g < groups_.size(); ++g) {
       const auto [first, last] = needed_blocks(groups_[g], found.ready);
-      for (size_t i = first; i < last; ++i) pins.push_back({g, groups_[g].found[i], Copy::kNone});
+      for (size_t i = first; i < last; ++i)
+        lease->pins.push_back({g, groups_[g].found[i], Copy::kNone});
     }
-    found.lease = next_id();
-    for (const Pin& pin : reservations_.emplace(found.lease, std::move(pins)).first->second)
-      groups_[pin.group].pages->hold_in_place(pin.page);
+    enter(*lease);
+    for (const Pin& pin : lease->pins) groups_[pin.group].pages->hold_in_place(pin.page);
   }
   for (Group& group : groups_) {
     int64_t pending = 0;
@@ -477,8 +437,7 @@ void BlockManager::check_distinct(const GroupKeys* keys) {
   }
 }
 
-bool BlockManager::find_wanted(const GroupKeys* keys, Purpose purpose, Assigned& wanted) {
-  const bool may_skip = purpose == Purpose::kStored && lookups_;
+bool BlockManager::find_wanted(const GroupKeys* keys, bool may_skip, Assigned& wanted) {
   wanted.key_indices.reserve(num_keys(keys));
   wanted.counts.resize(groups_.size());
   bool fits = true;
@@ -506,8 +465,7 @@ bool BlockManager::find_wanted(const GroupKeys* keys, Purpose purpose, Assigned&
   return fits;
 }
 
-std::vector<uint64_t> BlockManager::stats(size_t group) {
-  const auto held = lock();
+std::vector<uint64_t> BlockManager::stats(size_t group) const {
   const Counters& of = groups_.at(group).counters;
   const Pages& pages = *groups_[group].pages;
   return {of.asked,

@@ -18,19 +18,36 @@ class EndedPages;
 enum class Outcome { kFailed = 0, kDone = 1, kDamaged = 2, kLost = 3 };
 using RejectedPages = std::vector<std::pair<uint32_t, int64_t>>;  // group and page, ascending
 
-// The pages that a job copies, from their reservation until the manager is told of the job's end.
-// The job owns it.
-struct ReservedPages {
-  std::shared_ptr<EndedPages> manager;  // where the manager that has reserved them finds its own
-  int64_t id = 0;                       // of the reservation
-  size_t num_pages = 0;
+// What the copy of a reservation does with a page: nothing, load it, fill it from the GPU or from
+// below, or write it there.
+enum class Copy : uint8_t { kNone, kLoad, kStore, kPromotion, kWrite };
 
-  Outcome outcome = Outcome::kFailed;
-  RejectedPages rejected;
-  ReservedPages* next = nullptr;  // in a list
+// A page that a reservation holds.
+struct Pin {
+  uint32_t group;
+  uint32_t page;
+  Copy copy;
 };
 
-// The pages of a manager whose copies have ended since its last call. Any thread may push, also
+// A reservation: the pages that a job copies, until the manager is told of the job's end. Whoever
+// may still copy owns it, such as the job.
+struct ReservedPages {
+  ReservedPages(std::shared_ptr<EndedPages> manager, Outcome outcome)
+      : manager(std::move(manager)), outcome(outcome) {}
+  ReservedPages(const ReservedPages&) = delete;
+  ReservedPages& operator=(const ReservedPages&) = delete;
+
+  const std::shared_ptr<EndedPages> manager;  // where the manager that has made it finds its own
+  int64_t id = 0;                             // 0: the manager has not made it
+  std::vector<Pin> pins;  // in the order of the keys; guarded by the manager's lock
+
+  Outcome outcome;
+  RejectedPages rejected;
+  ReservedPages* next = nullptr;                // in EndedPages
+  ReservedPages *before = this, *after = this;  // in the ring of the manager
+};
+
+// The reservations of a manager that have ended since its last call. Any thread may push, also
 // with the scheduler's lock, and waits for nothing.
 class EndedPages {
  public:
@@ -42,7 +59,7 @@ class EndedPages {
   }
 
   void push(std::unique_ptr<ReservedPages> of) noexcept {
-    num_pages_ += of->num_pages;
+    num_pages_ += of->pins.size();
     ReservedPages* pushed = of.release();
     pushed->next = last_.load();
     while (!last_.compare_exchange_weak(pushed->next, pushed)) {
@@ -55,7 +72,7 @@ class EndedPages {
     if (last_.load() == nullptr) return nullptr;
     ReservedPages *first = nullptr, *left = last_.exchange(nullptr);
     while (left != nullptr) {
-      num_pages_ -= left->num_pages;
+      num_pages_ -= left->pins.size();
       ReservedPages* before = std::exchange(left->next, first);
       first = std::exchange(left, before);
     }

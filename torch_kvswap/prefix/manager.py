@@ -132,7 +132,8 @@ class BlockManager(NotCopyable, native.BlockManager):
 
     A caller that copies blocks reserves pages first (prepare_load(), prepare_store()), and reports
     the end of the copy with complete() or fail(). Until then nobody else gets these pages. Every
-    reservation must be ended after its copy, even after reset().
+    reservation must be ended after its copy, even after reset(). If one is dropped before, its
+    blocks are forgotten, and its pages are never used again: the copy may still run.
 
     A key stands for the contents of a block, and the caller guarantees that they match. The keys of
     a prompt come from a PrefixHasher; or are a list of None, bool, int, float, str, bytes and

@@ -211,7 +211,7 @@ def test_the_longest_prefix_equals_a_plain_search(data):
         )
 
     manager.complete(manager.prepare_store(of_state(True)))
-    manager.prepare_store(of_state(False))
+    running = manager.prepare_store(of_state(False))
     found = manager.lookup(keys)
     assert found.found == longest(lambda there, ready: there)
     assert found.ready == longest(lambda there, ready: there and ready)
@@ -229,6 +229,7 @@ def test_the_longest_prefix_equals_a_plain_search(data):
         there.append(bytes(state[0] for state in its[known:]))
         its[:known] = [(True, state[1]) for state in its[:known]]
     assert manager._longest_prefix(first, there) == longest(lambda there, ready: there)
+    manager.complete(running)
 
 
 def test_a_refused_store_evicts_in_no_group():
@@ -268,6 +269,18 @@ def test_a_lookup_holds_what_its_prefix_needs():
     assert found.lease.let_go()
     assert manager.stats().loaded == 0
     assert manager.prepare_store([["n"], []]).pages[0].tolist() == [2], "the order has not changed"
+
+
+def test_a_dropped_reservation_loses_its_pages():
+    manager = BlockManager(4)
+    stored(manager, ["a"])
+    manager.prepare_load(["a"])
+    manager.prepare_store(["b"])
+    assert manager.lookup(["b"]).found == 0, "nobody waits for it"
+    assert manager.lookup(["a"]).found == 0, "another store may write the page that is still read"
+    manager.reset()
+    assert (manager.stats().free_pages, manager.stats().failed) == (2, 2)
+    assert manager.prepare_store(["c", "d", "e"]) is None
 
 
 def test_errors_say_what_was_wrong():
@@ -362,8 +375,9 @@ def test_threads_may_share_a_manager(blocks, resets):
             if load:
                 manager.complete(load)
 
-    def watch():  # these calls let the GIL go
+    def watch():
         while not over.is_set():
+            manager.grow()  # lets the GIL go
             manager.stats()
             if resets:
                 manager.reset()
@@ -572,11 +586,13 @@ def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
     assert promotion is not None
     manager._abandon(promotion)
     assert manager.lookup(["a", "b"]).found == 0
+    assert manager.stats().failed == 2
     manager.reset()
     assert (manager.stats().free_pages, manager.prepare_store(list("vwx"))) == (2, None)
     again = manager._promote([["a", "b"]], manager.resets)
     manager.complete(promotion)
     assert manager.lookup(["a", "b"]) == Lookup(2, 0, 2), "those that came later wait for their own"
+    assert manager.stats().failed == 2
     manager.complete(again)
     assert manager.lookup(["a", "b"]).ready == 2
     with pytest.raises(ValueError, match="has ended before"):

@@ -113,7 +113,7 @@ def test_waking_a_thread_keeps_the_gil(call: str, store: MemoryStore) -> None:
                 "lookup": lambda: engine.prefixes.lookup(key),
                 "submit": lambda: reads.submit(task),
             }
-            do = calls.get(call, engine.prefixes.manager.stats)
+            do = calls.get(call, engine.prefixes.manager.grow)
             waiting.start()
             native.wake(fd)
             for _ in range(50_000):  # a short release is taken once in some thousand times
