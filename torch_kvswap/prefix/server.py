@@ -271,8 +271,8 @@ class PageServer:
         self._loop.stop()
 
     def _poll(self) -> None:
-        if self._made is not None and self._made.tier is not None:
-            self._made.tier.poll(some_ended=self._some_ended)
+        if self._tier is not None:
+            self._tier.poll(some_ended=self._some_ended)
             self._some_ended = False
 
     def _wake_for_tier(self) -> None:
@@ -284,10 +284,8 @@ class PageServer:
             os.unlink(self._path)
         for session in list(self._sessions.values()):
             self._end_session(session)
-        if self._made is not None and self._made.tier is not None:
-            self._made.tier.close()
-        elif self._store is not None:
-            self._store.close()
+        if (store := self._tier or self._store) is not None:
+            store.close()
         self._loop.close()
         self._listener.close()
 
@@ -361,6 +359,10 @@ class PageServer:
         return self._pages.manager
 
     @property
+    def _tier(self) -> Tier | None:
+        return None if self._made is None else self._made.tier
+
+    @property
     def _index(self) -> int:
         """What engines know of resets: another number after each, and for each server."""
         return self._generation + (0 if self._made is None else self._made.manager.resets)
@@ -384,7 +386,7 @@ class PageServer:
                 )
             except (OSError, ImportError, RuntimeError) as error:
                 raise ValueError(str(error)) from error
-            if self._made.tier is not None:
+            if self._tier is not None:
                 self._wake_for_tier()
         different = difference(cache, self._pages.cache, ("here", f"at {self._path}"))
         if different is not None:
@@ -449,9 +451,8 @@ class PageServer:
 
     def _lookup(self, keys: list[bytes], again: bool, hold: bool = False) -> Lookup:
         """Also asks the second tier."""
-        tier = self._pages.tier
         found = self._manager._lookup(keys, again=again, hold=hold)
-        return found if tier is None else tier.ask(found, keys)
+        return found if self._tier is None else self._tier.ask(found, keys)
 
     def _on_lookup(self, session: _Session, numbers: array[int], data: bytes) -> None:
         again, number, *counts = numbers.tolist()

@@ -98,8 +98,8 @@ class Session(NotCopyable):
     ) -> None:
         self.num_pages = 0
         self._pools = pools
-        self._path, self._cache = path, cache
-        self._names = {"engine": engine, "worker": worker, "workers": workers}
+        self._path = path
+        self._says = {**cache, "engine": engine, "worker": worker, "workers": workers}
         self._is_worker = bool(engine) and pools is not None
         self._process = ForkGuard()
         self._session = 0  # what a server calls it that may have it
@@ -208,7 +208,7 @@ class Session(NotCopyable):
         """Says who it is, and returns the answer. From now on the server may have this session, and
         none from before.
         """
-        text = json.dumps({**self._cache, **self._names, "session": self._session})
+        text = json.dumps({**self._says, "session": self._session})
         with contextlib.closing(open_lock()) as lock:
             fds = lock.fds if how == Op.HELLO else ()
             rendezvous.send(connection, pack(how, data=text.encode()), fds)

@@ -133,7 +133,6 @@ class Tier:
         self._mark_written = mark_written
         self._page_bytes = [pool.page_bytes for pool in pools]
         self._memory = [pool._all_bytes().numpy().data for pool in pools]
-        self._ratios = [manager.unit_tokens // group.block_tokens for group in manager.groups]
         self._batch = [max(BYTES_IN_FLIGHT // _THREADS // size, 1) for size in self._page_bytes]
         self._write_batch = [
             min(batch, max(int(pool.num_pages * _MAX_SHARE_IN_WRITES) // _THREADS, 1))
@@ -291,8 +290,9 @@ class Tier:
 
     def _behind(self, keys: Sequence[bytes], units: int) -> list[bytes]:
         """The keys of each group behind a prefix."""
-        every = zip(keys, self._ratios, strict=True)
-        return [of_group[KEY_BYTES * units * ratio :] for of_group, ratio in every]
+        tokens = units * self._manager.unit_tokens
+        every = zip(keys, self._manager.groups, strict=True)
+        return [of_group[KEY_BYTES * (tokens // its.block_tokens) :] for of_group, its in every]
 
     def _note_absent(self, identity: bytes) -> None:
         now = time.monotonic()
