@@ -140,12 +140,6 @@ def test_random_transfers_move_only_their_blocks(name, device, chunk):
     ("blocks", "pages", "index", "said"),
     [
         ([24, 1, 2, 3], [0], 0, "24"),
-        # Chunks of four of which vLLM has left out blocks: from the middle of the first one, from
-        # its beginning and the second one, from its beginning, and as many as in two chunks.
-        ([1, 3, 4, 5, 6, 7], [7, 8], 0, "has 6 blocks for 2 chunks of 4, from slot 0"),
-        ([3, 4, 5, 6, 7], [7, 8], 1, "has 5 blocks for 2 chunks of 4, from slot 1"),
-        ([2, 3, 4, 5, 6, 7, 8], [7, 8], 1, "has 7 blocks for 2 chunks of 4, from slot 1"),
-        ([2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9], 1, "has 8 blocks for 3 chunks of 4, from slot 1"),
         ([1, 2, 3, 4, 5], [7], 0, "groups of [5] blocks starting at [0] need 5 and 2"),
         ([1, 2, 3, 4, 5], [7, 8, 9], 0, "groups of [5] blocks starting at [0] need 5 and 2"),
     ],

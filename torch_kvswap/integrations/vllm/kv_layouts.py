@@ -46,21 +46,6 @@ class Move(NamedTuple):
         )
         return cls(blocks, pages, moves[0].first_slots)
 
-    def check_whole_pages(self, slots: int) -> None:
-        """Raises ValueError if a page is copied in part.
-
-        vLLM leaves blocks outside a sliding window out of a store without saying which, so the
-        others could get into wrong slots.
-        """
-        for group, (blocks, pages, first) in enumerate(zip(*self, strict=True)):
-            if first or len(blocks) != slots * len(pages):
-                raise ValueError(
-                    f"group {group} of a transfer has {len(blocks)} blocks for {len(pages)} chunks "
-                    f"of {slots}, from slot {first} on; chunks of models with sliding windows or "
-                    "states must have one block: leave out blocks_per_chunk and block_size in "
-                    "kv_connector_extra_config"
-                )
-
 
 def group_layouts(
     kv_caches: Any, layers: Sequence[Sequence[str]], dtype: torch.dtype | None = None

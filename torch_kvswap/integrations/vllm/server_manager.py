@@ -29,7 +29,6 @@ _RESULTS: dict[int, base.LookupResult] = {
     _ARRIVES: _PENDING,
     KeyState.ABSENT: _MISS,
 }
-_MOST_KEYS = 8192  # in one request to the server
 _STATS_SECONDS = 1.0
 
 
@@ -64,13 +63,6 @@ class _Asked(Access):
             return state
         self.to_ask[key] = None
         return _ARRIVES if key in storing else state
-
-    def take_to_ask(self, most: int) -> list[Key]:
-        """The first keys to ask for, which are asked now."""
-        keys = list(islice(self.to_ask, most))
-        for key in keys:
-            del self.to_ask[key]
-        return keys
 
     def answer(self, keys: Sequence[Key], held: RemoteReservation) -> None:
         """The server has answered for these keys."""
@@ -259,10 +251,9 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._session.close()
 
     def _ask(self) -> None:
-        left = _MOST_KEYS
         for asked in self._active:
-            if keys := asked.take_to_ask(left):
-                left -= len(keys)
+            if keys := list(asked.to_ask):
+                asked.to_ask.clear()
                 self._unanswered += 1
                 self._session.hold(fold_keys(keys), partial(self._take, asked, keys))
 

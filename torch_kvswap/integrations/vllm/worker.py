@@ -136,11 +136,9 @@ class KVSwapWorker(base.OffloadingWorker):
         """Starts a store. Always returns True; a transfer without blocks ends at once.
 
         Raises:
-            ValueError: src_spec and dst_spec do not fit together, or a chunk is not complete.
+            ValueError: src_spec and dst_spec do not fit together.
         """
-        move = self._read(src_spec, dst_spec)
-        move.check_whole_pages(self._blocks_per_page)
-        self._submit({job_id: move}, "store")
+        self._submit({job_id: self._read(src_spec, dst_spec)}, "store")
         return True
 
     def submit_load(
@@ -153,7 +151,6 @@ class KVSwapWorker(base.OffloadingWorker):
         """
         move = self._read(dst_spec, src_spec)
         if expedited:
-            move.check_whole_pages(self._blocks_per_page)
             self._step_loads[job_id] = move
         else:
             self._submit({job_id: move}, "load")
