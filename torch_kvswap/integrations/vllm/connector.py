@@ -168,7 +168,10 @@ class WorkerPart(OffloadingConnectorWorker):
         if self._writes_first and self._ours:
             self._ours.hold_stream()
         elif self._writes_first:
-            self.worker.wait({number for number, job in self._open.items() if _is_store(job)})
+            stores = {
+                n for n, job in self._open.items() if isinstance(job.src_spec, GPULoadStoreSpec)
+            }
+            self.worker.wait(stores)
         return finished
 
     def _drop_stores(self, numbers: Collection[int]) -> None:
@@ -486,7 +489,10 @@ def _why_before_step(vllm_config: Any, kv_cache_config: Any, maker: Any) -> str:
         )
     if policy != "fail":
         return f"kv_load_failure_policy is {policy!r}"
-    if not _can_recompute_blocks(kv_cache_config):
+    # With several groups vLLM cannot tell whose block it is that was not loaded, and with a sliding
+    # window it cannot compute again from there.
+    kinds = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    if kinds not in ([FullAttentionSpec], [MLAAttentionSpec]):
         return "the model has several groups of layers, a sliding window or states"
     return "" if stages == 1 else f"pipeline_parallel_size is {stages}"
 
@@ -499,19 +505,6 @@ def _why_whole(vllm_config: Any) -> str:
         return "steps are divided into micro-batches"
     mode = vllm_config.compilation_config.cudagraph_mode
     return "cudagraph_mode is FULL" if mode and mode.mixed_mode() == CUDAGraphMode.FULL else ""
-
-
-def _can_recompute_blocks(kv_cache_config: Any) -> bool:
-    """Whether vLLM can recompute from any block on: with several groups it cannot tell whose block
-    it is, and with a sliding window the blocks before it may be gone."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return False
-    return type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
-
-
-def _is_store(job: TransferJob) -> bool:
-    return isinstance(job.src_spec, GPULoadStoreSpec)
 
 
 def _writes_first(vllm_config: Any, kv_cache_config: Any) -> bool:
