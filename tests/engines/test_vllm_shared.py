@@ -255,19 +255,6 @@ def test_a_reset_forgets_all_blocks_and_loses_none(folder, path, is_async):
         assert in_time(lambda: nothing_is_held(server))
 
 
-def test_another_engines_reset_turns_hits_into_misses(folder, path):
-    with page_server(path, 64):
-        of = caches([[(0, 4096)]], [4096], "cpu")
-        a, b = (ServedRanks(name, path, of, block_bytes=4096) for name in "ab")
-        (key,) = keys(1)
-        a.store([key])
-        assert b.find([key]) == ["HIT"]
-        a.manager.reset_cache()
-        assert in_time(lambda: b.step() or b.find([key]) == ["MISS"])
-        a.shutdown()
-        b.shutdown()
-
-
 def test_requests_that_another_engines_reset_overtakes_store_nothing(folder, path):
     with page_server(path, 64):
         of = caches([[(0, 4096)]], [4096], "cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm_contract import KVSwapWorker, TwoWorkers, base, caches, common, names
 
-from torch_kvswap.integrations.vllm.kv_layouts import group_layouts, read_move
+from torch_kvswap.integrations.vllm.kv_layouts import group_layouts
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
 from torch_kvswap.layout import PagedLayout
@@ -176,12 +176,6 @@ def test_tensors_are_named_after_their_layers(refs, named):
 def test_a_worker_without_layers_says_so():
     with pytest.raises(ValueError, match="no layer of this worker has a KV cache to offload"):
         KVSwapWorker(caches([[]], [64], "cpu"), PAGES, 1, SpecOptions(1), [[]])
-
-
-def test_places_are_in_the_order_of_blocks():
-    gpu = base.GPULoadStoreSpec([1, 2, 3, 4, 5], group_sizes=[2, 0, 3], block_indices=[2, 0, 4])
-    move = read_move(gpu, common.CPULoadStoreSpec([7, 6, 8, 9]), [True] * 3, 3)
-    assert move.places(3) == [(1, 7), (2, 6), (3, 8), (4, 8), (5, 9)]
 
 
 # The workers of an engine with equal caches share one host pool
