@@ -235,6 +235,31 @@ def test_only_requests_of_the_load_fail(tmp_path, runner, is_async, new, how, fa
         check(engine, again("third", longer))
 
 
+@RUNNERS
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_nothing_computed_from_a_failed_load_stays(tmp_path, runner, is_aborted):
+    """Neither on the host nor in the prefix cache of the GPU. vLLM hears of the failure when the
+    next step runs, or when the request is gone."""
+    old = {"old": prompt(1, 100)}
+    new = again("new", old, prompt(2, 50))
+    with serving(tmp_path, runner=runner, is_async=True, batched=32) as engine:
+        engine.serve(old)
+        engine.forget_gpu()
+        faults = Faults(engine, only("load"))
+        for name, tokens in new.items():
+            engine.add(name, tokens)
+            engine.step()
+            assert faults.count["load"] == 1
+            if is_aborted:
+                engine.abort(name)
+        engine.run()
+        faults.chooses = never
+        for turn in ("third", "fourth"):
+            engine.serve(again(turn, new))
+            check(engine, again(turn, new))
+            engine.forget_gpu()
+
+
 def test_metrics_count_failures_and_pages(engine):
     part, said = engine.scheduler.connector.connector_scheduler, OffloadingConnectorStats()
     get_stats = part.get_stats

@@ -198,19 +198,6 @@ def test_stats_say_what_is_in_use():
     assert ours.get_stats().reduce()[METRIC] == 0
 
 
-# Resets
-
-
-def test_a_reset_forgets_what_requests_have_had():
-    ours, one = manager(), request()
-    store(ours, one, 0, 1)
-    ours.reset_cache()
-    ours.lookup(key(0, 0), one)  # it starts again
-    store(ours, one, 2, 3)
-    ours.on_request_finished(one)
-    assert evicted_one_by_one(ours, 4) == keys(3, 2)
-
-
 # Eviction
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from itertools import islice
-from typing import Any, TypeVar
-
-_Access = TypeVar("_Access", bound="Access")
+from typing import Any
 
 
 class Access:
@@ -21,20 +19,18 @@ class Access:
     Attributes:
         keys (list[bytes]): in the order of the prompt.
         is_reused (dict[bytes, bool]): whether it found a key before it stored it.
-        resets (int): of the index, when the request began.
     """
 
-    def __init__(self, resets: int) -> None:
-        self.resets = resets
+    def __init__(self) -> None:
         self.keys: list[bytes] = []
         self.is_reused: dict[bytes, bool] = {}
 
     @classmethod
-    def of(cls: type[_Access], context: Any, resets: int, starts: bool = False) -> _Access:
-        """The Access of a request. starts: a request from before a reset is new."""
-        access: _Access | None = context.get_state(cls)
-        if access is None or (starts and access.resets != resets):
-            access = cls(resets)
+    def of(cls, context: Any) -> Access:
+        """The Access of a request."""
+        access: Access | None = context.get_state(cls)
+        if access is None:
+            access = cls()
             context.set_state(access)
         return access
 

@@ -20,7 +20,7 @@ import importlib.metadata
 import logging
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -95,11 +95,10 @@ class WorkerPart(OffloadingConnectorWorker):
         self._writes_first = _writes_first(vllm_config, kv_cache_config)
         self._open: dict[int, TransferJob] = {}  # that the scheduler takes for running
         self._deferred: dict[int, TransferJob] = {}  # stores that begin in the next step
-        self._drops_next_stores = False
+        self._has_failed_step = False  # a load of the last step has failed
         self._failures: list[Failure] = []  # that the scheduler has not heard of
         self.failed_blocks: set[int] = set()
         self.failed_requests: set[str] = set()
-        self._metadata: Any = None
         self._step_job: Job | None = None  # does the loads of this step
 
     @property
@@ -108,19 +107,20 @@ class WorkerPart(OffloadingConnectorWorker):
         return self.worker if isinstance(self.worker, KVSwapWorker) else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """As vLLM's, which calls it before everything else in a step. With `_writes_first` new
-        blocks are written before: stores of their old contents that have not begun are dropped."""
-        self._metadata = kv_connector_metadata
-        self._open |= kv_connector_metadata.load_jobs | kv_connector_metadata.store_jobs
-        if self._drops_next_stores:
-            self._drop_stores(self._open.keys())
-            self._drops_next_stores = False
-        if self._writes_first:
-            self._drop_stores(kv_connector_metadata.jobs_to_flush)
-        self._begin_stores(kv_connector_metadata)
+        """As vLLM's, which calls it before everything else in a step: begins the stores of the step
+        before, and waits for those whose blocks have a new owner.
 
-    def _begin_stores(self, metadata: Any) -> None:
-        """Begins the stores of the step before, and waits for jobs_to_flush."""
+        After a failed in-step load it drops all of these stores, and those of this step, which may
+        have been scheduled before. With `_writes_first` the new owner has written to its blocks
+        already: stores of their old contents are dropped.
+        """
+        metadata = kv_connector_metadata
+        self._open |= metadata.load_jobs | metadata.store_jobs
+        if self._has_failed_step:
+            self._drop_stores(metadata, self._open)
+            self._has_failed_step = False
+        if self._writes_first:
+            self._drop_stores(metadata, metadata.jobs_to_flush)
         deferred, self._deferred = self._deferred, {}
         super().prepare_store_kv(replace(metadata, store_jobs=deferred))
         super().handle_preemptions(metadata)
@@ -146,7 +146,7 @@ class WorkerPart(OffloadingConnectorWorker):
 
     def end_transfers(self) -> None:
         """Begins the stores of the last step, and blocks the host until no transfer runs."""
-        self._begin_stores(OffloadingConnectorMetadata({}, {}, jobs_to_flush=set(self._open)))
+        self.handle_preemptions(OffloadingConnectorMetadata({}, {}, jobs_to_flush=set(self._open)))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; requests whose loads failed count as received, too. Blocks the host until the
@@ -160,11 +160,9 @@ class WorkerPart(OffloadingConnectorWorker):
         for failure in failures:
             if failure.number in in_step:
                 self.failed_blocks |= failure.blocks
-                self._drops_next_stores = True
+                self._has_failed_step = True
             elif failure.direction == "load":
                 self.failed_requests.add(self._open[failure.number].req_id)
-        if self._drops_next_stores:
-            self._drop_stores(self._open.keys())
         if self._writes_first and self._ours:
             self._ours.hold_stream()
         elif self._writes_first:
@@ -174,15 +172,12 @@ class WorkerPart(OffloadingConnectorWorker):
             self.worker.wait(stores)
         return finished
 
-    def _drop_stores(self, numbers: Collection[int]) -> None:
-        """Drops those of these stores that have not begun: their blocks may have been computed
-        from a failed load, or have other contents by now."""
-        jobs = self._deferred | self._metadata.store_jobs
-        for number in jobs.keys() & numbers:
-            pages = set(map(int, jobs[number].dst_spec.block_ids))
-            self._failures.append(Failure(number, "store", "dropped", set(), pages))
-            self._deferred.pop(number, None)
-            self._metadata.store_jobs.pop(number, None)
+    def _drop_stores(self, metadata: Any, numbers: Iterable[int]) -> None:
+        """Drops those of these stores that have not begun."""
+        for jobs in (self._deferred, metadata.store_jobs):
+            for number in jobs.keys() & numbers:
+                pages = set(map(int, jobs.pop(number).dst_spec.block_ids))
+                self._failures.append(Failure(number, "store", "dropped", set(), pages))
 
     def build_connector_worker_meta(self) -> KVSwapWorkerMetadata | None:
         """As vLLM's, with the stores that were dropped, and the failures of the jobs."""

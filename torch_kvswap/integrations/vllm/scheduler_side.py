@@ -33,7 +33,6 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
 
     def __init__(self, info: Mapping[str, Any] | None) -> None:
         self._info = info or {}
-        self._resets = 0  # of the index, as far as the requests know
         self._failed: dict[int, str] = {}  # pages of jobs that have not ended, and why
         self._sizes: list[int] = []  # chunks per store since get_stats()
         # The load of each request that has not ended. vLLM begins none while another one runs.
@@ -150,7 +149,6 @@ class KVSwapManager(HostManager[Reservation]):
         self._skipped = 0
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
-        Access.of(req_context, self._resets, starts=True)
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
@@ -165,7 +163,7 @@ class KVSwapManager(HostManager[Reservation]):
         load = self._blocks.prepare_load(folded)
         if load is None:
             return None
-        access = Access.of(req_context, self._resets, starts=True)
+        access = Access.of(req_context)
         access.see(req_context, keys, is_reused=True)
         placed = access.sort(keys)
         self._blocks.order(folded if placed == keys else fold_keys(placed), renew=True)
@@ -177,7 +175,7 @@ class KVSwapManager(HostManager[Reservation]):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest, even while they are being stored. A reuse counts
         as a use."""
-        access = Access.of(req_context, self._resets, starts=True)
+        access = Access.of(req_context)
         if self._counts_uses:
             self._blocks.touch(fold_keys(list(filter(access.is_reused.get, access.keys))))
         self._blocks.order(fold_keys(access.keys), renew=True)
@@ -191,7 +189,7 @@ class KVSwapManager(HostManager[Reservation]):
         They are placed behind the chunks in front of them. A page is not evicted before its store
         has ended: until then that can tell its place.
         """
-        access = Access.of(req_context, self._resets, starts=True)
+        access = Access.of(req_context)
         keys = list(keys)
         ready = self._ready(keys)
         access.see(req_context, ready, is_reused=True)
@@ -270,7 +268,6 @@ class KVSwapManager(HostManager[Reservation]):
             self._flushed.append(partial(self._blocks.fail, reservation))
         for known in (self._states, self._loads, self._failed):
             known.clear()
-        self._resets = self._blocks.resets
 
     def take_events(self) -> Iterable[Any]:
         taken, self._events = self._events or [], None if self._events is None else []

@@ -40,10 +40,12 @@ class _Asked(Access):
         to_ask (dict[bytes, None]): keys to ask for at the end of the step, in this order.
         held (list[RemoteReservation]): the pages.
         is_wanted (bool): this step has looked something up.
+        resets (int): of the index, when the request began.
     """
 
     def __init__(self, resets: int) -> None:
-        super().__init__(resets)
+        super().__init__()
+        self.resets = resets
         self.states: dict[Key, int] = {}
         self.to_ask: dict[Key, None] = {}
         self.held: list[RemoteReservation] = []
@@ -107,14 +109,14 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         # again when they are offered.
         self._known: dict[Key, None] = {}
         self._storing: dict[Key, int] = {}  # their pages
-        self._resets = session.resets
+        self._resets = session.resets  # as far as the requests know
         self._is_new_step = True
         self._stats: BlockStats | None = None  # as the server has told them last
         self._stats_asked = -_STATS_SECONDS
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         self._requests.add(req_context.req_id)
-        _Asked.of(req_context, self._resets, starts=True)
+        self._asked(req_context)
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
@@ -124,7 +126,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
             self._poll()
         if not self._session.is_joined:
             return _MISS
-        asked = _Asked.of(req_context, self._resets, starts=True)
+        asked = self._asked(req_context, starts=True)
         if not asked.is_wanted:
             self._want(asked)
         state = asked.look(key, self._storing)
@@ -133,7 +135,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
     def _begin_load(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> tuple[list[RemoteReservation], Any] | None:
-        asked = _Asked.of(req_context, self._resets, starts=True)
+        asked = self._asked(req_context)
         pages = list(map(asked.states.get, keys, repeat(KeyState.ABSENT)))
         if min(pages, default=0) < 0:
             return None
@@ -151,7 +153,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest."""
         self._requests.discard(req_context.req_id)
-        asked = _Asked.of(req_context, self._resets)
+        asked = self._asked(req_context)
         if asked.resets != self._resets:  # the next server has the numbers of its pages, too
             return
         self._drop(asked)
@@ -168,7 +170,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         nothing until it starts again.
         """
         nothing = base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        asked = _Asked.of(req_context, self._resets)
+        asked = self._asked(req_context)
         if asked.resets != self._resets or not self._session.is_joined:
             return nothing
         asked.see(req_context, keys)
@@ -199,7 +201,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         if self._session.end_store(pages, [page_of[key] for key in stored], fold_keys(stored)):
             self._know(stored)
             # Directly behind the chunk in front of them: a prompt is evicted from its end.
-            asked = _Asked.of(req_context, self._resets)
+            asked = self._asked(req_context)
             self._session.order(fold_keys(asked.behind_known(stored, self._known)))
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
@@ -249,6 +251,14 @@ class SharedManager(HostManager[list[RemoteReservation]]):
     def shutdown(self) -> None:
         """Leaves the server."""
         self._session.close()
+
+    def _asked(self, context: base.ReqContext, starts: bool = False) -> _Asked:
+        """What a request has asked for. starts: a request from before a reset is new."""
+        asked: _Asked | None = context.get_state(_Asked)
+        if asked is None or (starts and asked.resets != self._resets):
+            asked = _Asked(self._resets)
+            context.set_state(asked)
+        return asked
 
     def _ask(self) -> None:
         for asked in self._active:
