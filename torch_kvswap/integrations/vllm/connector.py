@@ -65,15 +65,20 @@ class KVSwapWorkerMetadata(OffloadingWorkerMetadata):
 
     Attributes:
         failures (list[Failure]): of the jobs that they report.
+        has_failed_step (bool): a load of the step itself has failed.
     """
 
     failures: list[Failure] = field(default_factory=list)
+    has_failed_step: bool = False
 
     def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
         """The reports of several workers as one."""
         both = super().aggregate(other)
         failures = [*self.failures, *other.failures]
-        return KVSwapWorkerMetadata(both.completed_jobs, both.transfer_stats, failures)
+        has_failed_step = self.has_failed_step or other.has_failed_step
+        return KVSwapWorkerMetadata(
+            both.completed_jobs, both.transfer_stats, failures, has_failed_step
+        )
 
 
 class WorkerPart(OffloadingConnectorWorker):
@@ -190,7 +195,9 @@ class WorkerPart(OffloadingConnectorWorker):
         for number in meta.completed_jobs:
             del self._open[number]
         failures, self._failures = self._failures, []
-        return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failures)
+        return KVSwapWorkerMetadata(
+            meta.completed_jobs, meta.transfer_stats, failures, self._has_failed_step
+        )
 
 
 class SchedulerPart(OffloadingConnectorScheduler):
@@ -226,7 +233,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
         windows = [group.sliding_window_size_in_chunks for group in self.config.kv_group_configs]
         self._has_one_source = is_ours and windows == [None]
         self._failures = Counter[tuple[str, str]]()  # since get_stats()
-        self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._running: set[str] = set()  # requests of the last step that have not ended
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
@@ -289,7 +295,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
             states = replace(states, boundary_state_offloads=stored)
             scheduler_output = replace(scheduler_output, kv_connector_block_state=states)
         meta = super().build_connector_meta(scheduler_output)
-        self._in_step |= {number for number, job in meta.load_jobs.items() if job.sync}
         self._running = set(scheduler_output.num_scheduled_tokens)
         self._loaded = 0
         return meta
@@ -297,8 +302,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's, which takes every ended job for a success."""
         meta = connector_output.kv_connector_worker_meta
-        failures: list[Failure] = meta.failures if meta is not None else []
-        for failure in failures:
+        for failure in meta.failures if meta is not None else ():
             self._failures[failure.direction, failure.reason] += 1
             job = self._jobs.get(failure.number)
             if job is None:  # the cache was reset while it ran
@@ -310,13 +314,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
                 self._failed_loads[job.req_id] = status.req.num_preemptions
-                # vLLM counts loaded chunks as stored. Recomputed ones must be offered again.
-                for state in status.group_states:
-                    state.next_stored_chunk_idx = 0
-        if not self._in_step.isdisjoint(failure.number for failure in failures):
+        if meta is not None and meta.has_failed_step:
             self._forget_computed()
         super().update_connector_output(connector_output)
-        self._in_step &= self._jobs.keys()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """As vLLM's, with the jobs that have failed."""
