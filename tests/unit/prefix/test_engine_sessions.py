@@ -17,10 +17,11 @@ import torch
 from below_engine import BLOCK_BYTES, key_of
 from logged import logged
 from patience import PATIENCE, in_time
-from served_engine import Process, server_process, serving
+from served_engine import Process, ServedEngine, server_process, serving
 
 from torch_kvswap import PagedLayout
 from torch_kvswap.integrations.vllm.scheduler_session import SchedulerSession
+from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix import session
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import KeyState, Op, pack
@@ -117,6 +118,14 @@ def test_what_one_publishes_another_holds_with_its_pages(path: str) -> None:
         assert found.answers == [KeyState.ABSENT, pages[2], pages[1], KeyState.ABSENT]
         assert b.find("abx").answers == [*pages[:2], KeyState.ABSENT]
         assert b.find("abcd").answers == pages
+
+
+def test_what_another_engine_is_storing_arrives(path: str) -> None:
+    with serving(path), ServedEngine(path) as other, split(path, "a") as a:
+        other.hold("ab")
+        assert a.find("abx").answers == [*[KeyState.ARRIVES] * 2, KeyState.ABSENT]
+        other.prefixes.poll()
+        assert a.indices("abx") == [0, 1]
 
 
 def test_held_pages_are_not_evicted(path: str) -> None:
@@ -251,6 +260,24 @@ def test_a_leaving_scheduler_leaves_its_worker_pages(path: str, reconnects: bool
         assert stats(server).idle_pages == 0
         worker.close()
         a.until(lambda: stats(server).idle_pages == 2)
+
+
+def test_pages_of_a_scheduler_that_has_left_are_quarantined(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_server, "QUARANTINE", 5.0)
+    now = 0.0
+    with serving(path) as server:
+        server._loop.clock = lambda: now
+        worker, scheduler = worker_of(path, "a"), Scheduler(path, "a")
+        scheduler.take(3)
+        scheduler.close()
+        worker.close()
+        assert in_time(lambda: not server._sessions)
+        assert stats(server).filling_pages > 0
+        now = 5.0
+        server._loop.wake()
+        assert in_time(lambda: stats(server).filling_pages == 0)
 
 
 @pytest.mark.parametrize("lost", [["scheduler"], ["worker"], ["scheduler", "worker"]])
@@ -511,6 +538,10 @@ def test_an_unheard_reset_is_told_again(
         assert a.indices("abc") == []
         a.store("abc")
         assert a.indices("abc") == [0, 1, 2]
+        before = a._session
+        a._connection.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        a.until(lambda: a.is_joined and a._session != before)
+        assert a.indices("abc") == [0, 1, 2], "it has heard of the reset"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
