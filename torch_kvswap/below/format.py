@@ -58,6 +58,7 @@ class PageFormat:
         contents (dict[str, Any]): what the pages hold, from describe_contents().
 
     Attributes:
+        pool (HostPool): has the pages.
         description (dict[str, Any]): see describe_page(): what must be equal for a page to be of
             use.
         name (str): of these pages in a store: NAMESPACE@RANK.
@@ -72,7 +73,7 @@ class PageFormat:
         self.description = pool._describe(contents)
         self.namespace = sha256(page_text(self.description).encode()).digest()
         self.name = f"{self.namespace.hex()}@{contents['rank']:x}"
-        self._pool, self._group, self._checksum = pool, contents["group"], load_checksum()
+        self.pool, self._group, self._checksum = pool, contents["group"], load_checksum()
         self._end = _FIELDS.size + len(pool._read_checksums(0, self._group))
         self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
         log.info("pages in the second tier are named %s@...: %s", self.name, self.description)
@@ -85,7 +86,7 @@ class PageFormat:
         self, trailer: memoryview, key: bytes, page: int, of_page: memoryview
     ) -> None:
         """Writes the trailer of a page of the pool, with these bytes, over zeros."""
-        self._write(trailer, key, of_page, self._pool._read_checksums(page, self._group))
+        self._write(trailer, key, of_page, self.pool._read_checksums(page, self._group))
 
     def problem(self, trailer: memoryview, key: bytes, of_page: memoryview) -> str | None:
         """Why these bytes are not the page of the key, or None."""
@@ -103,7 +104,7 @@ class PageFormat:
 
     def enter_checksums(self, trailer: memoryview, page: int) -> None:
         """The bytes are in this page: so are the checksums of its blocks from now on."""
-        self._pool._write_checksums(page, self._group, self._checksums_in(trailer))
+        self.pool._write_checksums(page, self._group, self._checksums_in(trailer))
 
     def _write(
         self, trailer: memoryview, key: bytes, of_page: memoryview, checksums: bytes

@@ -318,7 +318,7 @@ class PrefixCache(NotCopyable):
             if store is not below:  # else it stays its caller's
                 undo.callback(store.close)
             mark_written = self._handler._native.mark_written
-            tier = Tier(store, formats, self.pools, manager, mark_written)
+            tier = Tier(store, formats, manager, mark_written)
             weakref.finalize(self, tier.close)
             tier.start()
             self._below = tier

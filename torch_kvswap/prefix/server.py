@@ -177,7 +177,6 @@ class _Pages:
             self.tier = Tier(
                 store,
                 formats,
-                self.pools,
                 self.manager,
                 lambda _: None,  # engines mark the pages that they load
                 on_answer,

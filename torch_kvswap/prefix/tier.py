@@ -23,7 +23,6 @@ from torch_kvswap.below.files import FileStore
 from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.threads import StorePausedError, StoreThreads
-from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
 from torch_kvswap.prefix.manager import BlockManager, Lookup, needed_blocks
 from torch_kvswap.prefix.protocol import Outcome
@@ -110,8 +109,7 @@ class Tier:
 
     Args:
         store (PageStore): from start() on it is the tier's, and close() closes it.
-        formats (Sequence[PageFormat]): of each pool.
-        pools (Sequence[HostPool]): one for each group of the manager.
+        formats (Sequence[PageFormat]): of the pool of each group of the manager.
         manager (BlockManager): gives the pages.
         mark_written: OffloadHandler.mark_written().
         on_answer: called, in a thread of the tier, when poll() has something to do.
@@ -121,7 +119,6 @@ class Tier:
         self,
         store: PageStore,
         formats: Sequence[PageFormat],
-        pools: Sequence[HostPool],
         manager: BlockManager,
         mark_written: Callable[[Any], None],
         on_answer: Callable[[], None] = lambda: None,
@@ -131,6 +128,7 @@ class Tier:
                 store._describe(form.name, form.description)
         self._formats, self._manager, self._on_answer = formats, manager, on_answer
         self._mark_written = mark_written
+        pools = [form.pool for form in formats]
         self._page_bytes = [pool.page_bytes for pool in pools]
         self._memory = [pool._all_bytes().numpy().data for pool in pools]
         self._batch = [max(BYTES_IN_FLIGHT // _THREADS // size, 1) for size in self._page_bytes]
