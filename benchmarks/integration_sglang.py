@@ -167,6 +167,7 @@ class Linker:
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.server_args import ServerArgs
 
         from torch_kvswap.integrations.sglang import KVSwapLinker
 
@@ -174,9 +175,8 @@ class Linker:
         self._on_gpu = self.device.type == "cuda"
         new_stream: Any = torch.cuda.Stream
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
-        named = ("model_path", "revision", "dtype", "quantization", "kv_cache_dtype")
         self.linker: Any = KVSwapLinker(
-            SimpleNamespace(**dict.fromkeys((*named, "json_model_override_args"))),
+            ServerArgs(model_path="model"),
             CacheInitParams(False, None, allocator, page),
             components={ComponentType.FULL},
             extra_config={"host_bytes": host_bytes},

@@ -44,16 +44,14 @@ with warnings.catch_warnings():  # SGLang's own are not ours to mend
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.mem_cache.utils import get_storage_hash_str
+    from sglang.srt.server_args import ServerArgs
 
-__all__ = ["PoolName", "PoolTransfer", "UnifiedCacheLinker"]
+__all__ = ["PoolName", "PoolTransfer", "ServerArgs", "UnifiedCacheLinker"]
 
 PAGE, LAYERS, TOKENS, WINDOW = 4, 3, 64, 6
 
 
-SERVER_ARGS = SimpleNamespace(  # what the bytes of a page depend on
-    **dict.fromkeys(("revision", "quantization", "json_model_override_args")),
-    **{"model_path": "model", "dtype": "auto", "kv_cache_dtype": "auto"},
-)
+SERVER_ARGS = ServerArgs(model_path="model")
 
 
 def mha_pool(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:

@@ -1,7 +1,7 @@
 """SGLang's memory code from its wheel, without the packages and GPUs that the rest of it needs.
 
 Real: `sglang.srt.mem_cache`, so the radix cache, its components, the linker's factory and wrapper,
-the KV pools and allocators. Everything else of SGLang that these import, and what it needs of other
+the KV pools and allocators; and the server's options. Everything else of SGLang that these import, and what it needs of other
 packages, is a placeholder: classes without members, and functions that are mocks.
 """
 
@@ -22,7 +22,11 @@ import torch
 
 _REAL = (
     "sglang.srt.mem_cache",
+    "sglang.srt.arg_groups.arg_utils",
+    "sglang.srt.arg_groups.fields",
+    "sglang.srt.server_args",
     "sglang.srt.distributed.communication_tags",
+    "sglang.srt.model_executor.cuda_graph_config",
     "sglang.srt.environ",
     "sglang.srt.observability.metrics_collector",
     "sglang.srt.session.streaming_session",
@@ -111,6 +115,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         elif module.__name__ == "sglang.srt.runtime_context":
             module.get_disagg = lambda: types.SimpleNamespace(disaggregation_mode="null")
             module.get_memory = lambda: types.SimpleNamespace()
+            module.get_serving = lambda: types.SimpleNamespace(weight_version="default")
 
 
 def install(on_gpu: bool = False) -> None:

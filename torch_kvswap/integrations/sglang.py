@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import itertools
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from torch_kvswap.integrations import did_you_mean, not_installed
 from torch_kvswap.prefix import BlockGroup, PrefixKeys
 
 try:
+    from sglang.srt.arg_groups.arg_utils import namespace_of, record_fields
     from sglang.srt.mem_cache.hicache_storage import PoolName
     from sglang.srt.mem_cache.memory_pool import (
         HybridLinearKVPool,
@@ -27,12 +30,42 @@ try:
     )
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+    from sglang.srt.runtime_context import get_serving
 except ModuleNotFoundError as error:
     raise not_installed("sglang", error) from error
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("host_bytes", "encoding", "verify", "below", "server")
-_OF_BYTES = "model_path revision dtype quantization kv_cache_dtype json_model_override_args"
+# The bytes of a page may depend on any option of SGLang, also of a later release, but not on those
+# in these groups of SGLang's, nor on some others, which are secret or differ between equal engines.
+_OTHER_GROUPS = (
+    "device",
+    "disagg",
+    "exec.graph",
+    "exec.overlap",
+    "memory",
+    "observability",
+    "parallel",
+    "schedule",
+    "serving",
+)
+_OTHER_OPTIONS = (
+    "download_dir",
+    "engine_info_bootstrap_port",
+    "lora_paths",  # SGLang hashes an adapter's name and path with a prompt
+    "modelopt_checkpoint_save_path",
+    "modelopt_export_path",
+    "mooncake_ib_device",
+    "remote_instance_weight_loader_seed_instance_ip",
+    "remote_instance_weight_loader_seed_instance_service_port",
+    "remote_instance_weight_loader_send_weights_group_ports",
+    "remote_instance_weight_loader_start_seed_via_transfer_engine",
+    "watermark_config",
+    "watermark_key",
+    "watermark_key_b",
+    "weight_cache_mode",
+    "weight_cache_socket",
+)
 _SERVED = (  # SGLang's KV cache, and the pool in it that has the keys and values
     (MHATokenToKVPool, MHATokenToKVPool),
     (MLATokenToKVPool, MLATokenToKVPool),
@@ -101,7 +134,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         part = _describe_part(server_args, params)
         self._most_lengths = _LENGTHS if part[2] > 1 else 1
         self.cache = self._open(options, params, part)
-        _log.info("KVSwapLinker: rank %d of %d, %s, %r", *part[1:], options, self.cache)
+        _log.info("KVSwapLinker: %s, rank %d of %d, %s, %r", *part, options, self.cache)
         if params.page_size < 16:
             _log.warning("pages of %d tokens are slow; set --page-size 64", params.page_size)
 
@@ -285,8 +318,13 @@ class KVSwapLinker(UnifiedCacheLinker):
                 _log.warning("a %s ended as %s: %s", result.direction, result.state, result.error)
 
     def _keys(self, hashes: Iterable[str]) -> PrefixKeys:
-        """SGLang's hashes of pages (SHA-256) as keys."""
-        return PrefixKeys(bytes.fromhex("".join(hashes)), self._page_tokens)
+        """SGLang's hashes of pages (SHA-256) as keys. Each version of the weights has its own:
+        other engines may have another version."""
+        keys = bytes.fromhex("".join(hashes))
+        version = hashlib.sha256(str(get_serving().weight_version).encode()).digest()
+        mask = version * (len(keys) // len(version))
+        mixed = int.from_bytes(keys, "big") ^ int.from_bytes(mask, "big")
+        return PrefixKeys(mixed.to_bytes(len(keys), "big"), self._page_tokens)
 
     def _read(self, transfers: Sequence[Any]) -> tuple[list[PrefixKeys], list[list[torch.Tensor]]]:
         """The keys of each group of layers, and the slots of its pages, which the current stream
@@ -316,9 +354,23 @@ def _describe_part(server_args: Any, params: Any) -> tuple[str, int, int]:
         rank, world = torch.distributed.get_rank(ranks), torch.distributed.get_world_size(ranks)
     rank += world * (params.pp_rank * params.attn_cp_size + params.attn_cp_rank)
     world *= params.pp_size * params.attn_cp_size
-    model = f"sglang {importlib.metadata.version('sglang')}"
-    model += "".join(f", {name} {getattr(server_args, name)}" for name in _OF_BYTES.split())
-    return model, rank, world
+    return _describe_model(server_args), rank, world
+
+
+def _describe_model(server_args: Any) -> str:
+    """The model, with the options that decide its bytes and are not SGLang's defaults."""
+    kind = type(server_args)
+    groups, default = namespace_of(kind), kind(model_path="")
+    text = f"sglang {importlib.metadata.version('sglang')}"
+    for name in (field.name for field in record_fields(kind)):
+        value = getattr(server_args, name)
+        is_other = groups.get(name) in _OTHER_GROUPS and name != "forward_hooks"  # of observability
+        if is_other or name in _OTHER_OPTIONS or value == getattr(default, name):
+            continue
+        if isinstance(value, str) and os.path.exists(value):
+            value = os.path.realpath(value)  # engines may have other working directories
+        text += f", {name} {value!r}"
+    return text
 
 
 def _read_pools(
