@@ -286,23 +286,21 @@ class Session(NotCopyable):
 
     def _run(self) -> None:
         """The thread: joins the server again each time that it is lost."""
-        pause, joined, told = FIRST_PAUSE, time.monotonic(), ""
+        pause, told = FIRST_PAUSE, ""
         while True:
             self._until_lost()
             with self.lock:
-                if time.monotonic() - joined > LONGEST_PAUSE:
-                    pause = FIRST_PAUSE
                 if self._changed.wait_for(lambda: self._is_closing, pause):
                     return
             try:
                 self.join()
                 log.info("the server at %s is back", self._path)
-                joined, told = time.monotonic(), ""
+                pause, told = FIRST_PAUSE, ""
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 if str(error) != told and not self._is_closing:
                     told = str(error)
                     log.warning("the server at %s cannot be joined again: %s", self._path, told)
-            pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, LONGEST_PAUSE)
 
     # Requests.
 

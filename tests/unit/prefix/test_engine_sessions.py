@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -478,6 +479,25 @@ def test_a_deadline_begins_when_the_question_is_sent(
         now = 2.0 if is_full else 1.1
         a.poll()
         assert not a.is_joined
+
+
+def test_a_lost_server_is_tried_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(session, "LONGEST_PAUSE", 8.0)
+    hours = itertools.count(0, 3600)
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+    a, pauses = SchedulerSession("", "a"), list[float]()
+    fails = OSError("it is not there")
+    monkeypatch.setattr(a, "_until_lost", lambda: None)
+    monkeypatch.setattr(a, "join", Mock(side_effect=[*[fails] * 4, None, fails]))
+
+    def is_closing(_: object, pause: float) -> bool:
+        pauses.append(pause)
+        return len(pauses) == 7
+
+    monkeypatch.setattr(a._changed, "wait_for", is_closing)
+    a._run()
+    assert pauses == [1, 2, 4, 8, 8, 1, 2]
 
 
 def test_a_reset_with_an_earlier_number_is_noticed(
