@@ -30,7 +30,8 @@ bool Handler::check_open(bool wait) {
 JobRef Handler::submit(const Request& request) {
   Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
-  refuse_captures(request);
+  ask_device(lock, [&] { refuse_captures(request); });
+  scheduler_.check_open(lock);
   JobRef job = reader_.read(request, scheduler_.groups(lock));
   job->work->computed_from = scheduler_.jobs(lock).unreported_loads(request.computed_in);
   Reason failure = scheduler_.prepare(lock, *job);
@@ -38,6 +39,17 @@ JobRef Handler::submit(const Request& request) {
   if (request.reserved != nullptr) job->pages = std::move(*request.reserved);
   scheduler_.submit(lock, job, failure, request.began);
   return job;
+}
+
+template <typename Call>
+void Handler::ask_device(const Lock& lock, const Call& call) {
+  if (!scheduler_.device_loss(lock).empty()) return;
+  try {
+    call();
+  } catch (const std::exception& error) {
+    scheduler_.check_alive(lock, Reason(error));
+    if (scheduler_.device_loss(lock).empty()) throw;
+  }
 }
 
 void Handler::refuse_capture(const StreamRef& stream, const char* noun) const {
@@ -120,13 +132,8 @@ bool Handler::cancel(Job* job) {
 void Handler::wait(Job* job, int layer_group, const StreamRef& stream) {
   Lock lock = scheduler_.lock();
   scheduler_.advance(lock);
-  try {
-    // Whether or not the job has ended: that is a matter of timing.
-    if (scheduler_.device_loss(lock).empty()) refuse_capture(stream, "the stream that is to wait");
-  } catch (const std::exception& error) {
-    scheduler_.check_alive(lock, Reason(error));
-    if (scheduler_.device_loss(lock).empty()) throw;
-  }
+  // Whether or not the job has ended: that is a matter of timing.
+  ask_device(lock, [&] { refuse_capture(stream, "the stream that is to wait"); });
   if (layer_group < 0) layer_group = job->layer_groups - 1;
   if (!job->has_ended()) scheduler_.flush(lock, *job, layer_group + 1);
   if (job->has_ended()) return;

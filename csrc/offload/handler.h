@@ -82,6 +82,9 @@ class Handler {
   Device& device() const { return scheduler_.device(); }
 
  private:
+  // Calls the driver. Throws what the call does, unless the device is lost.
+  template <typename Call>
+  void ask_device(const Lock& lock, const Call& call);
   void refuse_capture(const StreamRef& stream, const char* noun) const;
   void refuse_captures(const Request& request) const;
   // Waits for the end of the job, for about a millisecond at most; submits it if it is queued and

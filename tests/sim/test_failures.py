@@ -216,6 +216,15 @@ def test_a_lost_device_ends_all_jobs(driver: Driver, finder: str, full: bool) ->
         assert in_time(lambda: new_threads(before) == 0)
 
 
+@pytest.mark.parametrize("kind", CHANNELS)
+@simulated
+def test_a_job_that_finds_loss_raises(driver: Driver, kind: str) -> None:
+    with SimulatedCache(driver) as sim:
+        driver.lose(719, device=0)  # contexts answer, streams do not
+        with pytest.raises(DeviceLostError):
+            sim.submit(kind, [1], [1], after=None)
+
+
 @simulated
 def test_a_job_on_a_lost_device_is_last(driver: Driver) -> None:
     """No other job is on the device, whose end would tell that it is lost."""

@@ -294,7 +294,8 @@ class HostPool(NotCopyable):
         Args:
             memory (Tensor): contiguous, on the CPU, of any type and shape.
             layout (PagedLayout): the cache whose blocks are stored here.
-            blocks_per_page (int): a page has this number of slots at equal distances.
+            blocks_per_page (int): a page has this number of slots, page_bytes / blocks_per_page
+                bytes apart.
             page_bytes (int | None): distance between pages, at least HostPool.page_bytes_of(); None
                 if the pages are adjacent.
             offset (int): byte of the memory at which the first page begins.
