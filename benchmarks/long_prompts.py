@@ -120,13 +120,13 @@ def run(
     began = time.perf_counter()
     for start in range(0, tokens, options.chunk):
         chunk = inputs[:, start : start + options.chunk]
-        logits = model(chunk, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(chunk, cache=cache, logits_to_keep=1).logits
     of_prompt = logits.cpu()
     prompt = time.perf_counter() - began
     began = time.perf_counter()
     for _ in range(options.new_tokens):
         token = logits.argmax(-1)
-        logits = model(token, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(token, cache=cache, logits_to_keep=1).logits
     logits.cpu()
     seconds = (time.perf_counter() - began) / max(options.new_tokens, 1)
     peak = torch.cuda.max_memory_allocated() - weights if device.type == "cuda" else 0

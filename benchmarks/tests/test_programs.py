@@ -73,7 +73,7 @@ def test_a_program_runs_and_leaves_its_figures(name: str, device: str, tmp_path:
 
 
 def test_long_prompts_have_the_same_logits(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.24")
     file = tmp_path / "figures.json"
     sizes = "--layers 4 --heads 4 --kv-heads 2 --head-size 32 --tokens 256 --chunk 128 --turns 1"
     arguments = [*sizes.split(), "--device", "cpu", "--json", str(file)]

@@ -21,8 +21,6 @@ from torch_kvswap.results import BlocksRejectedError, TransferError
 BLOCK_TOKENS = 64
 # The share of blocks that may not fit into their encoded pages.
 RAW_SHARE = 1 / 16
-# Before this version generate(prefill_chunk_size=...) computes the tokens of a filled cache again.
-_RECOMPUTES_CHUNKS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
 
 
 class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
@@ -31,7 +29,7 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
     Use it so::
 
         cache = HostCache(model.config, max_tokens=131_072)
-        model.generate(inputs, past_key_values=cache, prefill_chunk_size=8192)
+        model.generate(inputs, cache=cache, prefill_chunk_size=8192)
 
     A layer's earlier tokens are loaded into a buffer while the layers before it compute, and its
     new tokens are stored as soon as they are projected (docs/long_prompts.md). Layers with a
@@ -40,8 +38,9 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
     the GPU for each buffer, and 257 MiB for copies; n bytes on the host for each layer without a
     window.
 
-    Not thread safe. Beam search, crop() and everything else that reorders or cuts tokens raise
-    NotImplementedError. So do models with linear attention or other states.
+    Not thread safe. A forward pass that ends with an error or an interrupt after its first layer
+    leaves a cache that refuses all passes until reset(). Beam search, crop() and everything else
+    that reorders or cuts tokens raise NotImplementedError.
 
     Args:
         config: the model's configuration.
@@ -51,7 +50,8 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
             raw, at most a sixteenth of all blocks.
 
     Raises:
-        NotImplementedError: the model has layers of a kind that is not supported.
+        ImportError: transformers is older than 5.24.
+        NotImplementedError: the model has an encoder, or layers of a kind that is not supported.
         TypeError, ValueError: an argument is invalid.
     """
 
@@ -64,8 +64,18 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
         encoding: EncodingName = "raw",
         verify: VerifyName = "off",
     ) -> None:
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+            raise ImportError(
+                f"transformers {transformers.__version__} may compute tokens of a filled cache "
+                "again; a HostCache needs transformers 5.24"
+            )
         if not hasattr(config, "get_text_config"):  # None gives a DynamicCache without layers
             raise TypeError(f"config is {kind_of(config)}; pass model.config")
+        if config.is_encoder_decoder:
+            raise NotImplementedError(
+                "the model has an encoder, and a HostCache is for models with a decoder only; use "
+                "transformers' EncoderDecoderCache"
+            )
         layers = DynamicCache(config=config).layers
         full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         for index, layer in enumerate(layers):
@@ -86,18 +96,69 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
         for number, index in enumerate(full):
             layers[index] = _HostLayer(self._host, number)
         super().__init__(layers=layers)
+        self._next: int | None = 0  # the layer whose update is due; None if a layer is half changed
+        self._batch, self._is_closed = 0, False
 
     def close(self) -> None:
         """Waits for all copies and frees the memory. A cache that is dropped is closed."""
-        self._host.is_closed = True
+        self._is_closed = True
         self._host.free()
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory."""
+        self._next = None
         self._host.reset()
-        for layer in self.layers:
-            layer.is_initialized = False  # reset() of transformers' layers keeps their length
-            layer.cumulative_length = 0
+        super().reset()
+        self._next = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:  # keys and values
+        """Adds tokens [batch, heads, tokens, size] to a layer, and returns all that it attends to.
+
+        Raises:
+            RuntimeError: the cache is closed, the tensors have gradients, or the last pass stopped.
+            ValueError: too many tokens, or another batch size than that of the earlier tokens.
+        """
+        self._check(key_states, value_states, layer_idx)
+        self._next = None
+        attended = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._next = (layer_idx + 1) % len(self.layers)
+        return attended
+
+    def _check(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        if self._is_closed:
+            raise RuntimeError("the HostCache is closed; make another one")
+        if layer != self._next:
+            raise RuntimeError(
+                f"layer {layer} is not the next one: a forward pass did not end, or the HostCache "
+                "has another model's config; reset() it, or make another one"
+            )
+        if keys.requires_grad or values.requires_grad:
+            raise RuntimeError("a HostCache has no gradients; call the model under torch.no_grad()")
+        if layer > 0:
+            return
+        length, batch, tokens = self.get_seq_length(), keys.shape[0], keys.shape[2]
+        if length + tokens > self._host.max_tokens:
+            raise ValueError(
+                f"{length} tokens and {tokens} new ones are more than "
+                f"max_tokens={self._host.max_tokens}; make a larger HostCache"
+            )
+        if length > 0 and batch != self._batch:
+            raise ValueError(
+                f"a batch of {batch} sequences, and the HostCache has tokens of {self._batch}; "
+                "pass as many, or reset() it first"
+            )
+        self._batch = batch
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a HostCache cannot reorder or cut its tokens (beam search, assisted generation, "
+            "crop()); use a DynamicCache"
+        )
+
+    offload = prefetch = reorder_cache = crop = _refuse
+    batch_repeat_interleave = batch_select_indices = activate_past_recording = _refuse
 
 
 class _HostLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers need not be installed
@@ -112,6 +173,9 @@ class _HostLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers need no
     def lazy_initialization(self, *_: Tensor) -> None:
         self.is_initialized = True
 
+    def reset(self) -> None:
+        self.is_initialized = False
+
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
         return self._host.update(self._number, keys, values)
@@ -124,17 +188,6 @@ class _HostLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers need no
 
     def get_max_length(self) -> int:
         return self._host.max_tokens
-
-    get_max_cache_shape = get_max_length
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            "a HostCache cannot reorder or cut its tokens (beam search, assisted generation, "
-            "crop()); use a DynamicCache"
-        )
-
-    offload = prefetch = reorder_cache = crop = _refuse
-    batch_repeat_interleave = batch_select_indices = activate_past_recording = _refuse
 
 
 class _HostLayers:
@@ -151,7 +204,6 @@ class _HostLayers:
         self.blocks = -(-max_tokens // BLOCK_TOKENS)  # of a layer
         self._options = options
         self._shape: tuple[Any, ...] | None = None
-        self.is_closed = False
         self.reset()
 
     def reset(self) -> None:
@@ -160,7 +212,7 @@ class _HostLayers:
                 with contextlib.suppress(TransferError):  # of tokens that are forgotten
                     handler.synchronize()
                 handler.poll()
-        self.step, self.lengths, self._last_tokens = 0, [0] * self.layers, 0
+        self.step, self.lengths = 0, [0] * self.layers
         self.stores: dict[int, tuple[Job, range]] = {}  # with their blocks, by step
         self.loads: dict[int, list[Job]] = {}  # by step
         self.raw_pages: dict[int, int] = {}  # by the page that the block does not fit into
@@ -173,41 +225,42 @@ class _HostLayers:
                 handler.pools[0].close()
             del self.keys, self.values, self.handler, self.raw
 
-    def _open(self, like: Tensor) -> None:
-        batch, heads, _, size = like.shape
-        shape = (batch, heads, size, like.dtype, like.device)
+    def _open(self, keys: Tensor, values: Tensor) -> None:
+        shape, of_values = _shape_of(keys), _shape_of(values)
+        if shape != of_values or (self.step > 0 and shape != self._shape):
+            raise NotImplementedError(
+                f"full-attention layer {self.step % self.layers} has keys of {shape} and values of "
+                f"{of_values} (batch, heads, size, dtype, device), and a HostCache needs the same "
+                "for all; use a DynamicCache"
+            )
         if shape == self._shape:
             return
         self.free()
+        batch, heads, size, dtype, device = shape
         with torch.inference_mode(False):  # the next call may be outside
             memory = torch.zeros(
                 (2, self.buffers, self.blocks * BLOCK_TOKENS, batch, heads, size),
-                dtype=like.dtype,
-                device=like.device,
+                dtype=dtype,
+                device=device,
             )
         blocks = (self.buffers * self.blocks, BLOCK_TOKENS, batch, heads, size)
         gpu = PagedLayout([tensor.view(blocks) for tensor in memory])
         pages = self.layers * self.blocks
-        host = HostPool(gpu, pages, **self._options, pin_in_background=like.is_cuda)
-        self.handler = OffloadHandler(gpu, host)
+        host = HostPool(gpu, pages, **self._options, pin_in_background=device.type == "cuda")
+        self.handler: OffloadHandler = OffloadHandler(gpu, host)
         is_encoded = self._options["encoding"] != "raw"
         raw_pages = max(int(pages * RAW_SHARE), 1) if is_encoded else 1
         raw_pool = HostPool(gpu, raw_pages, verify=self._options["verify"])
         least = 1 << 20  # that kernels need: few blocks do not fit
-        self.raw = OffloadHandler(gpu, raw_pool, staging_bytes=least)
+        self.raw: OffloadHandler = OffloadHandler(gpu, raw_pool, staging_bytes=least)
         self.keys, self.values = memory
         self._shape = shape
 
     @torch.no_grad()
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds tokens [batch, heads, tokens, size] to a layer, and returns all of its tokens."""
-        if keys.requires_grad:
-            raise RuntimeError("a HostCache has no gradients; call the model under torch.no_grad()")
-        step, first, tokens = self.step, self.lengths[layer], keys.shape[2]
-        last = first + tokens
-        self._check(layer, tokens)
-        if step == 0:
-            self._open(keys)
+        self._open(keys, values)
+        step, first = self.step, self.lengths[layer]
+        last = first + keys.shape[2]
         if step > 0:  # the step before has submitted its attention
             self._finish_store(step - 1)
             self._load(step - 1 + self.buffers)
@@ -223,30 +276,6 @@ class _HostLayers:
         self.stores[step] = self.handler.store(gpu_block_ids=blocks, page_ids=pages), stored
         self.lengths[layer], self.step = last, step + 1
         return ours[0].permute(1, 2, 0, 3), ours[1].permute(1, 2, 0, 3)
-
-    def _check(self, layer: int, tokens: int) -> None:
-        if self.is_closed:
-            raise RuntimeError("the HostCache is closed; make another one")
-        # A pass that failed in its first layer has taken the store before it.
-        is_whole = self.step == 0 or self.step - 1 in self.stores
-        if layer != self.step % self.layers or not is_whole:
-            raise RuntimeError(
-                f"full-attention layer {layer} follows layer {(self.step - 1) % self.layers}: a "
-                "forward pass did not end, or the HostCache has another model's config; reset() "
-                "it, or make another one"
-            )
-        if self.lengths[layer] + tokens > self.max_tokens:
-            raise ValueError(
-                f"{self.lengths[layer]} tokens and {tokens} new ones are more than "
-                f"max_tokens={self.max_tokens}; make a larger HostCache"
-            )
-        if layer == 0:
-            if 0 < self._last_tokens < tokens and _RECOMPUTES_CHUNKS:
-                raise NotImplementedError(
-                    f"transformers {transformers.__version__} may compute tokens of a filled cache "
-                    "again; reset() the cache and pass the whole prompt, or use transformers 5.24"
-                )
-            self._last_tokens = tokens
 
     def _place(self, step: int, blocks: range) -> tuple[list[int], list[int]]:
         """The GPU blocks and pages of these blocks of the step's layer."""
@@ -297,3 +326,8 @@ class _HostLayers:
             )
             if block_ids
         ]
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, int, int, torch.dtype, torch.device]:
+    batch, heads, _, size = tensor.shape
+    return batch, heads, size, tensor.dtype, tensor.device
