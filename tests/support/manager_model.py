@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch_kvswap.prefix.manager import Lookup
 
@@ -19,7 +20,8 @@ class Model:
     ready: set[int] = field(default_factory=set)  # keys
     holders: Counter[int] = field(default_factory=Counter)  # of a page
     content: dict[int, int] = field(default_factory=dict)  # page to the key that was written there
-    idle: list[int] = field(default_factory=list)  # keys, those that go first first
+    places: list[int] = field(default_factory=list)  # keys, those that go first first
+    placed_held: set[int] = field(default_factory=set)  # keys that got their place while held
 
     @property
     def free(self) -> int:
@@ -33,10 +35,17 @@ class Model:
         ready = leading(key in self.ready for key in keys)
         return Lookup(found, ready, sum(key not in self.ready for key in keys[:found]))
 
-    def hold(self, pages: Iterable[int]) -> None:
+    @property
+    def idle(self) -> list[int]:
+        return [key for key in self.places if not self.holders[self.page_of[key]]]
+
+    def hold(self, pages: Iterable[int], in_place: bool = False, uses: bool = False) -> None:
+        key_of = {page: key for key, page in self.page_of.items()}
         for page in pages:
+            key = key_of.get(page)
+            if uses or not (in_place or key in self.placed_held):
+                self.unplace(key)
             self.holders[page] += 1
-        self.idle = [key for key in self.idle if self.holders[self.page_of[key]] == 0]
 
     def release(self, pages: Sequence[int]) -> None:
         key_of = {page: key for key, page in self.page_of.items()}
@@ -44,13 +53,37 @@ class Model:
             self.holders[page] -= 1
             assert self.holders[page] >= 0
             if self.holders[page] == 0 and page in key_of:
-                self.idle.append(key_of[page])
+                self.placed_held.discard(key_of[page])
+                if key_of[page] not in self.places:
+                    self.places.append(key_of[page])
 
     def touch(self, keys: Sequence[int]) -> None:
         for key in reversed(keys):
-            if key in self.idle:
-                self.idle.remove(key)
-                self.idle.append(key)
+            if key in self.ready:
+                self.unplace(key)
+                if not self.holders[self.page_of[key]]:
+                    self.places.append(key)
+
+    def order(self, keys: Sequence[int], renew: bool) -> None:
+        stored = [key for key in keys if key in self.page_of]
+        if renew or (stored and stored[0] not in self.places):
+            for key in stored[::-1] if renew else stored[:1]:
+                self.put(key, len(self.places))
+        for front, key in pairwise([] if renew else stored):
+            self.put(key, self.places.index(front))
+
+    def put(self, key: int, at: int) -> None:
+        """Moves a key before the one that is there now."""
+        at -= key in self.places[:at]
+        self.unplace(key)
+        self.places.insert(at, key)
+        if self.holders[self.page_of[key]]:
+            self.placed_held.add(key)
+
+    def unplace(self, key: int | None) -> None:
+        if key in self.places:
+            self.places.remove(key)
+        self.placed_held.discard(key)
 
     def fits(self, keys: Sequence[int]) -> bool:
         new = [key for key in keys if key not in self.page_of]
@@ -79,8 +112,7 @@ class Model:
     def forget(self, key: int) -> None:
         del self.page_of[key]
         self.ready.discard(key)
-        if key in self.idle:
-            self.idle.remove(key)
+        self.unplace(key)
 
 
 def leading(truths: Iterable[bool]) -> int:

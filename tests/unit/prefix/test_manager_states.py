@@ -34,7 +34,7 @@ class Flight:
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(["lru", "arc"]), ready=st.integers(0, PAGES))
+    @initialize(policy=st.sampled_from(["lru", "arc"]), ready=st.integers(2, PAGES))
     def make(self, policy: str, ready: int) -> None:
         self.manager = BlockManager(PAGES, num_ready_pages=ready, eviction_policy=policy)
         self.model = Model(ready, policy == "lru")
@@ -64,8 +64,24 @@ class Machine(RuleBasedStateMachine):
             return
         pages = load.pages.tolist()
         assert [self.model.content[page] for page in pages] == keys
-        self.model.hold(pages)
+        self.model.hold(pages, uses=True)
         self.flights.append(Flight(load, pages, {}))
+
+    @rule(keys=lists)
+    def hold(self, keys: list[int]) -> None:
+        held = self.manager._hold([keys])
+        assert (held is None) == self.model.ready.isdisjoint(keys)
+        if held is None:
+            return
+        pages = held.pages[0].tolist()
+        assert pages == [self.model.page_of[key] for key in keys if key in self.model.ready]
+        self.model.hold(pages, in_place=True)
+        self.flights.append(Flight(held, pages, {}))
+
+    @rule(keys=lists, renew=st.booleans())
+    def order(self, keys: list[int], renew: bool) -> None:
+        self.manager.order(keys, renew=renew)
+        self.model.order(keys, renew)
 
     @rule(keys=lists, keep=st.booleans())
     def store(self, keys: list[int], keep: bool) -> None:
@@ -89,6 +105,13 @@ class Machine(RuleBasedStateMachine):
             self.flights.append(Flight(store, pages, fills))
         else:
             self.model.release(pages)
+
+    @rule(keys=lists)
+    def store_at_once(self, keys: list[int]) -> None:
+        count = len(self.flights)
+        self.store(keys, keep=False)
+        if len(self.flights) > count:
+            self.end(count, True, set())
 
     @precondition(lambda self: self.flights)
     @rule(pick=picks, well=st.booleans(), rejects=st.one_of(st.just(set()), positions))
@@ -159,6 +182,19 @@ class Machine(RuleBasedStateMachine):
         self.manager.reset()
         for key in list(self.model.page_of):
             self.model.forget(key)
+
+    def teardown(self) -> None:
+        """All copies end, and all that can be evicted is, in its order."""
+        if not hasattr(self, "manager"):
+            return
+        while self.flights:
+            self.end(0, True, set())
+        while self.leases:
+            self.release(0)
+        pages = [self.model.page_of[key] for key in self.model.idle]
+        store = self.manager.prepare_store(range(100, 100 + self.model.free + len(pages)))
+        assert store is not None
+        assert store.evicted == pages if self.model.lru else set(store.evicted) == set(pages)
 
     @invariant()
     def the_counts_are_right(self) -> None:
