@@ -224,7 +224,8 @@ class PrefixCache(NotCopyable):
         relays: Sequence[int],
     ) -> None:
         """Initializes a prefix cache of any kind."""
-        self._reader = ArgumentReader(of_handler.pools, of_layers, of_handler.is_list)
+        self._is_list = of_handler.is_list
+        self._reader = ArgumentReader(of_handler.pools, of_layers, self._is_list)
         of_handler.is_list = True  # the reader makes lists
         self._below: Tier | None = None
         self._was_polled = False  # or was warned of it
@@ -294,10 +295,10 @@ class PrefixCache(NotCopyable):
             undo.callback(session.close)
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
             made = cls.__new__(cls)
+            made.manager = RemoteManager(session, served, of_layers, is_list)
             made._are_ready = True
             made._open(of_handler, of_layers, copy_method, staging_bytes, relays)
             undo.callback(made._handler.close)
-            made.manager = RemoteManager(session, served, of_layers, made._reader)
             served.handler = made._handler
             session.start()
             undo.pop_all()
@@ -597,11 +598,11 @@ class PrefixCache(NotCopyable):
         Pages on the host stay. See OffloadHandler.rebind().
         """
         self._handler._native.check_process()  # a fork may have the lock, held forever
-        if not self._reader.is_list and not isinstance(gpu, PagedLayout):
+        if not self._is_list and not isinstance(gpu, PagedLayout):
             raise TypeError(f"gpu is {kind_of(gpu)}; pass a PagedLayout, as before")
         handler, manager = self._handler, self.manager
         rebind = manager._pools.rebind if isinstance(manager, RemoteManager) else handler.rebind
-        rebind(gpu if self._reader.is_list else [gpu])  # type: ignore[list-item]
+        rebind(gpu if self._is_list else [gpu])  # type: ignore[list-item]
 
     def below_stats(self) -> BelowStats:
         """Returns what was moved to and from the second tier.

@@ -49,8 +49,7 @@ class ArgumentReader:
         self, pools: Sequence[HostPool], groups: Sequence[BlockGroup], is_list: bool
     ) -> None:
         self._per_page = [pool.blocks_per_page for pool in pools]
-        self.is_list = is_list
-        self._groups = groups
+        self._groups, self._is_list = groups, is_list
         self._tokens = [group.block_tokens if is_list else None for group in groups]
 
     def read_keys(self, keys: Any) -> list[bytes]:
@@ -58,7 +57,7 @@ class ArgumentReader:
         there are several, and ValueError if keys are of other block_tokens than their group, which
         only the keys of a PrefixHasher say.
         """
-        first = keys[0] if self.is_list and isinstance(keys, Sequence) and keys else None
+        first = keys[0] if self._is_list and isinstance(keys, Sequence) and keys else None
         if isinstance(first, bytes | tuple):
             # It could be read as the keys of a group: as keys in a row, or as a sequence of keys.
             raise TypeError(
@@ -74,7 +73,7 @@ class ArgumentReader:
                     "of a PrefixHasher, such as hasher.lookup_keys(tokens), or make keys of your "
                     f"own tuples, such as ({first},)"
                 )
-            if isinstance(first, list | PrefixKeys) and not self.is_list:
+            if isinstance(first, list | PrefixKeys) and not self._is_list:
                 raise TypeError(
                     f"keys[0] is {kind_of(first)}, but this cache was made of one layout, not of a "
                     "list; pass keys[0] itself"
@@ -93,7 +92,7 @@ class ArgumentReader:
             self._tokens[group] = tokens
         elif own != tokens:
             other = f"earlier keys for {own}; use one block_tokens for all keys of a cache"
-            if self.is_list:
+            if self._is_list:
                 other = f"block_tokens of group {group} is {own}; make both equal, in the "
                 other += "PrefixHasher or in the BlockGroup"
             name = self._name("keys", group)
@@ -209,10 +208,10 @@ class ArgumentReader:
 
     def _split(self, name: str, argument: Any) -> Sequence[Any]:
         """The item of an argument for each group, as the caller has passed it."""
-        return split_groups(name, argument, len(self._groups)) if self.is_list else [argument]
+        return split_groups(name, argument, len(self._groups)) if self._is_list else [argument]
 
     def _name(self, argument: str, group: int) -> str:
-        return f"{argument}[{group}]" if self.is_list else argument
+        return f"{argument}[{group}]" if self._is_list else argument
 
 
 def _select(blocks: array[int], key_indices: Any, per_page: int) -> Int64Array:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from torch_kvswap._native.arguments import Int64Array, NotCopyable, read_int, read_switch
+from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.block_groups import BlockGroup, unit_tokens
 from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
 from torch_kvswap.prefix.manager import BlockStats, Lookup, needed_blocks
 from torch_kvswap.prefix.protocol import Op, pack, pack_keys
-from torch_kvswap.prefix.reader import ArgumentReader
 from torch_kvswap.prefix.remote_pools import RemotePools
 from torch_kvswap.prefix.session import RemoteReservation, Session
 
@@ -35,15 +35,11 @@ class RemoteManager(NotCopyable):
     """
 
     def __init__(
-        self,
-        session: Session,
-        pools: RemotePools,
-        groups: tuple[BlockGroup, ...],
-        reader: ArgumentReader,
+        self, session: Session, pools: RemotePools, groups: tuple[BlockGroup, ...], is_list: bool
     ) -> None:
-        self.groups = groups
+        self.groups, self._is_list = groups, is_list
         self.unit_tokens = unit_tokens(groups)
-        self._session, self._pools, self._reader = session, pools, reader
+        self._session, self._pools = session, pools
         self._dropped = 0  # stores without a server; guarded by the session's lock
 
     def __repr__(self) -> str:
@@ -54,16 +50,16 @@ class RemoteManager(NotCopyable):
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
         needed = needed_blocks(self.groups, prefix)
-        return needed if self._reader.is_list else needed[0]
+        return needed if self._is_list else needed[0]
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """See BlockManager.touch()."""
-        self._session.wait(pack_keys(Op.TOUCH, (), self._reader.read_keys(keys)))
+        self._session.wait(pack_keys(Op.TOUCH, (), self._read(keys)))
 
     def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
         """See BlockManager.order()."""
         renews = read_switch("renew", renew)
-        self._session.wait(pack_keys(Op.ORDER, [renews], self._reader.read_keys(keys)))
+        self._session.wait(pack_keys(Op.ORDER, [renews], self._read(keys)))
 
     def reset(self) -> None:
         """Forgets all blocks, also those of other engines.
@@ -83,6 +79,12 @@ class RemoteManager(NotCopyable):
         fields = len(dataclasses.fields(BlockStats))
         stats = BlockStats(*([0] * fields if answer is None else answer))
         return dataclasses.replace(stats, refused=stats.refused + self._dropped)
+
+    def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
+        if not self._is_list:
+            return [native.join_keys("keys", keys)]
+        split = enumerate(split_groups("keys", keys, len(self.groups)))
+        return [native.join_keys(f"keys[{group}]", of_group) for group, of_group in split]
 
     # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
 
