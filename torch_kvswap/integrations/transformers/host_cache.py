@@ -38,9 +38,9 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
     the GPU for each buffer, and 257 MiB for copies; n bytes on the host for each layer without a
     window.
 
-    Not thread safe. A forward pass that ends with an error or an interrupt after its first layer
-    leaves a cache that refuses all passes until reset(). Beam search, crop() and everything else
-    that reorders or cuts tokens raise NotImplementedError.
+    Not thread safe. After a forward pass that an error or an interrupt has stopped, all others
+    raise RuntimeError until reset(), unless the pass was refused before its first layer changed.
+    Beam search, crop() and everything else that reorders or cuts tokens raise NotImplementedError.
 
     Args:
         config: the model's configuration.
