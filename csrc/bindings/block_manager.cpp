@@ -368,9 +368,7 @@ class PyBlockManager {
   void end(Reservation& of, prefix::Outcome outcome, prefix::RejectedPages rejected) {
     if (of.id == 0) return;
     check_held(of);
-    std::sort(rejected.begin(), rejected.end());
-    of.pages_of_job->outcome = outcome;
-    of.pages_of_job->rejected = std::move(rejected);
+    of.note(outcome, std::move(rejected));
     auto pages = std::move(of.pages_of_job);  // so that no other thread ends it
     try {
       locked(manager_, pages->pins.size(), [&] { manager_.end(*pages); });
@@ -495,7 +493,9 @@ Attributes:
             prefix::RejectedPages pages;
             for (size_t i = 0; i + 1 < numbers.size(); i += 2)
               pages.emplace_back(static_cast<uint32_t>(numbers[i]), numbers[i + 1]);
-            self.end(static_cast<prefix::Outcome>(outcome), std::move(pages));
+            if (!self.is_held()) return;
+            self.note(static_cast<prefix::Outcome>(outcome), std::move(pages));
+            self.let_go();
           },
           "outcome"_a, "rejected"_a);
 

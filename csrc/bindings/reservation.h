@@ -19,7 +19,7 @@ struct Reservation {
   bool may_be_dropped = true;  // else its caller copies, and perhaps still does
   prefix::Assigned assigned = {};
   nb::object lease = nb::none();
-  // A job of a prefix cache takes them, or end() ends them.
+  // A job of a prefix cache takes them.
   std::unique_ptr<prefix::ReservedPages> pages_of_job;
 
   // outcome: if nothing is copied.
@@ -44,7 +44,7 @@ struct Reservation {
   nb::any python_indices() { return numbers(indices_made_, assigned.key_indices); }
   nb::any python_pages() { return numbers(pages_made_, assigned.pages); }
 
-  // Ends it, if it is held, as if nothing was copied. Returns whether it was.
+  // Ends it, if it is held. Returns whether it was.
   bool let_go() noexcept {
     if (!is_held()) return false;
     const auto to = pages_of_job->manager;
@@ -52,14 +52,11 @@ struct Reservation {
     return true;
   }
 
-  // Ends it, if it is held, as a job of another process has ended. rejected: group and page of each
-  // rejected page.
-  void end(prefix::Outcome outcome, prefix::RejectedPages rejected) noexcept {
-    if (!is_held()) return;
+  // How its copy has ended, before its end. It must be held. rejected: in any order.
+  void note(prefix::Outcome outcome, prefix::RejectedPages rejected) noexcept {
     std::sort(rejected.begin(), rejected.end());
     pages_of_job->outcome = outcome;
     pages_of_job->rejected = std::move(rejected);
-    let_go();
   }
 
  private:

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <memory>
-
 #include "prefix/list.h"
 
 namespace kvswap::prefix {
@@ -24,7 +22,7 @@ struct Admission {
 // depend on when copies end.
 //
 // To add a policy: derive from EvictionPolicy, add an EvictionPolicyKind, and extend make_policy()
-// (eviction.cpp). Raise kMaxLists if it has more lists.
+// (pages.cpp). Raise kMaxLists if it has more lists.
 class EvictionPolicy {
  public:
   // list_of_used: of a page that was used.
@@ -127,12 +125,11 @@ class EvictionPolicy {
   const uint8_t list_of_used_;
   List lists_[kMaxLists];
   // In each list all pages before this one are held, and marked was_passed; kNone: all of the list.
+  // Evictions begin here. They begin at the oldest page again only if one that they have passed is
+  // released, or if another is placed before it.
   uint32_t start_[kMaxLists] = {kNone, kNone};
 };
 
 enum class EvictionPolicyKind { kLru = 0, kArc = 1 };
-
-// nodes: one for each page.
-std::unique_ptr<EvictionPolicy> make_policy(EvictionPolicyKind kind, std::vector<Node>& nodes);
 
 }  // namespace kvswap::prefix

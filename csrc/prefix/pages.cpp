@@ -2,7 +2,19 @@
 
 #include <algorithm>
 
+#include "prefix/arc.h"
+#include "prefix/lru.h"
+
 namespace kvswap::prefix {
+namespace {
+
+// nodes: one for each page.
+std::unique_ptr<EvictionPolicy> make_policy(EvictionPolicyKind kind, std::vector<Node>& nodes) {
+  if (kind == EvictionPolicyKind::kArc) return std::make_unique<Arc>(nodes);
+  return std::make_unique<Lru>(nodes);
+}
+
+}  // namespace
 
 Pages::Pages(size_t num_pages, EvictionPolicyKind kind, BelowPolicy below)
     : table_(num_pages),
