@@ -1,5 +1,4 @@
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -175,8 +174,8 @@ bool read_switch(const char* name, nb::handle value) {
 }
 
 // kForCache: what a prefix cache, its second tier and a server call. Keys, and what is reserved for
-// them, are lists with an item for each group, even if there is only one, and a job that takes what
-// is reserved also ends it.
+// them, are lists with an item for each group, even if there is only one. A reservation that is
+// dropped ends as if nothing was copied: one whose copy runs is the job's.
 class PyBlockManager {
  public:
   PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool has_groups, int policy,
