@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -35,8 +36,9 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
         self._info = info or {}
         self._failed: dict[int, str] = {}  # pages of jobs that have not ended, and why
         self._sizes: list[int] = []  # chunks per store since get_stats()
-        # The load of each request that has not ended. vLLM begins none while another one runs.
-        self._loads: dict[str, _Load] = {}
+        # Loads that have not ended, by request and keys. A request may load the same keys several
+        # times at once. These loads are interchangeable.
+        self._loads: dict[tuple[str, frozenset[Key]], list[_Load]] = {}
         self._flushed: list[Callable[[], object]] = []  # end jobs that were open at a reset
 
     @abstractmethod
@@ -63,12 +65,16 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are on "
                 "the host; vLLM loads only what lookup() has just found"
             )
-        self._loads[req_context.req_id], pages = begun
+        load, pages = begun
+        self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
         return CPULoadStoreSpec(pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Ends the load of these keys."""
-        self._end_load(self._loads.pop(req_context.req_id), keys)
+        """Ends one load of exactly these keys by this request."""
+        name = req_context.req_id, frozenset(keys)
+        self._end_load(self._loads[name].pop(), keys)
+        if not self._loads[name]:
+            del self._loads[name]
 
     def on_reset_flushed(self) -> None:
         """Frees the pages of jobs that were open at a reset."""
@@ -219,15 +225,17 @@ class KVSwapManager(HostManager[Reservation]):
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
-        """Ends the store of these keys."""
-        (store,) = {self._states[key] for key in keys}
-        assert isinstance(store, Reservation)
-        pages = store.pages.tolist()
-        if not success:
-            self.fail_pages(pages)
-        in_order = [self._last_on_page[page] for page in pages]  # vLLM names them without one
-        lost = self._end(store)
-        stored = [key for key in in_order if key in self._states]
+        """Ends the stores of these keys. vLLM names all keys of a store at once, in any order."""
+        stored: list[Key] = []
+        lost: list[Key] = []
+        for store in dict.fromkeys(self._states[key] for key in keys):
+            assert isinstance(store, Reservation)
+            pages = store.pages.tolist()
+            if not success:
+                self.fail_pages(pages)
+            in_order = [self._last_on_page[page] for page in pages]
+            lost += self._end(store)
+            stored += (key for key in in_order if key in self._states)
         self._states.update(dict.fromkeys(stored, _HIT))
         self._record_event(stored, removed=False)
         if lost:
@@ -264,7 +272,7 @@ class KVSwapManager(HostManager[Reservation]):
             self._record_event(stored, removed=True)
         self._blocks.reset()
         stores = {state for state in self._states.values() if isinstance(state, Reservation)}
-        for reservation in (*self._loads.values(), *stores):
+        for reservation in (*chain(*self._loads.values()), *stores):
             self._flushed.append(partial(self._blocks.fail, reservation))
         for known in (self._states, self._loads, self._failed):
             known.clear()

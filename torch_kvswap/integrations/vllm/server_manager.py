@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -232,7 +232,8 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         """
         for asked in self._active:
             self._session.end_hold(asked.take_held())
-        self._flushed += (partial(self._session.end_hold, held) for held in self._loads.values())
+        loads = chain(*self._loads.values())
+        self._flushed += (partial(self._session.end_hold, held) for held in loads)
         pages = list(self._storing.values())
         self._flushed.append(partial(self._session.end_store, pages, [], b""))
         for known in (self._loads, self._storing, self._failed):
