@@ -328,7 +328,7 @@ class ServedRanks:
     def __init__(self, name: str, path: str, *caches: Any, **how: Any) -> None:
         def spec(rank: int) -> KVSwapOffloadingSpec:
             settings = config(len(caches), rank=rank, host_server=f"unix:{path}", **how)
-            return KVSwapOffloadingSpec(replace(settings, engine_id=name))
+            return KVSwapOffloadingSpec(replace(settings, engine_id=name), {})
 
         with ThreadPoolExecutor(len(caches)) as threads:
             made = threads.map(lambda rank: spec(rank).get_worker(caches[rank]), range(len(caches)))

@@ -305,6 +305,7 @@ class Serving:
         heads: of each layer, divided among the workers. None: each worker has one, and its cache is
             that of the others.
         workers: ranks of tensor parallelism. The tokens are those of the last one.
+        model: more of the ModelConfig.
         transfer: more of the KVTransferConfig.
         extra: more of kv_connector_extra_config.
     """
@@ -326,6 +327,7 @@ class Serving:
         drafts: int = 0,
         heads: int | None = None,
         workers: int = 1,
+        model: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
@@ -333,7 +335,7 @@ class Serving:
         page_bytes = LAYERS * BLOCK * LANES * 4 * heads_here
         options = {"cpu_bytes_to_use": pages * page_bytes * workers, **(extra or {})}
         how = {**CONNECTOR, **(transfer or {})}
-        self.config = _config(folder, is_async, batched, how, options, workers, drafts)
+        self.config = _config(folder, is_async, batched, how, options, workers, drafts, model)
         # Only now, because it wants Triton, which our model does without.
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
         assert self.config.use_v2_model_runner == (runner == "v2")
@@ -617,14 +619,14 @@ def _config(
     extra: dict[str, Any],
     workers: int,
     drafts: int,
+    more: dict[str, Any] | None,
 ) -> VllmConfig:
     model = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64}
     model |= {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "ffn_dim": 128}
     model |= {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(model))
-    target = ModelConfig(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
-    )
+    how = {"model": str(folder), "dtype": "float32", "max_model_len": 1024, **(more or {})}
+    target = ModelConfig(skip_tokenizer_init=True, **how)
     parallel = ParallelConfig(
         tensor_parallel_size=workers,
         distributed_executor_backend="mp" if workers > 1 else None,

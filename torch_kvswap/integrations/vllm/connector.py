@@ -45,6 +45,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torch_kvswap.integrations import TESTED, is_tested
+from torch_kvswap.integrations.vllm.identity import describe_engine
 from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, HostManager
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringSpec
@@ -382,8 +383,13 @@ class KVSwapConnector(OffloadingConnector):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._is_layer_by_layer = vllm_config.speculative_config is None
         config = build_offloading_config(vllm_config, kv_cache_config)
-        has_tiers = bool(config.extra_config.get("secondary_tiers"))
-        spec = (KVSwapTieringSpec if has_tiers else KVSwapOffloadingSpec)(config)
+        spec: KVSwapTieringSpec | KVSwapOffloadingSpec
+        if config.extra_config.get("secondary_tiers"):
+            spec = KVSwapTieringSpec(config)
+        else:
+            has_server = "host_server" in config.extra_config
+            engine = describe_engine(vllm_config) if has_server else None
+            spec = KVSwapOffloadingSpec(config, engine)
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:

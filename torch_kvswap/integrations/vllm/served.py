@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.identity import real_path
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
@@ -25,6 +26,7 @@ class ServedPool(RemotePools):
     Args:
         path (str): the server's socket.
         config (OffloadingConfig): vLLM's.
+        engine (Mapping[str, Any]): describe_engine() of it.
         layouts (Sequence[PagedLayout]): of each group.
         largest (PagedLayout): the layout with the largest blocks.
         blocks_per_page (int): GPU blocks per page.
@@ -39,12 +41,13 @@ class ServedPool(RemotePools):
         self,
         path: str,
         config: Any,
+        engine: Mapping[str, Any],
         layouts: Sequence[PagedLayout],
         largest: PagedLayout,
         blocks_per_page: int,
         how: dict[str, Any],
     ) -> None:
-        engine, parallel = config.engine_id, config.parallel
+        parallel = config.parallel
         # If all workers have the same cache, each has all of a page.
         rank, parts = (0, 1) if config.replicated_layout else (parallel.rank, parallel.world_size)
         bytes_of = {
@@ -53,12 +56,14 @@ class ServedPool(RemotePools):
             "kv_layout": config.kv_cache_layout,
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
             "groups": [layout._describe() for layout in layouts],
+            "config": dict(engine),
         }
-        shape = [largest], None, config.model.name, 0, 1, blocks_per_page
+        shape = [largest], None, real_path(config.model.name), 0, 1, blocks_per_page
         cache = describe(*shape, **how, bytes_of=bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page}
         super().__init__([largest], alone, rank)
-        self._session = Session(path, cache, self, engine=engine, worker=parallel.rank)
+        names = {"engine": config.engine_id, "worker": parallel.rank}
+        self._session = Session(path, cache, self, **names)
         try:
             self._session.join()
         except OSError as error:

@@ -42,14 +42,16 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     Args:
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
+        engine (Mapping[str, Any] | None): describe_engine(), which `host_server` needs.
 
     Raises:
         ValueError: an option is unknown, missing or invalid. get_manager() and get_worker() say if
             there are too few bytes for a chunk.
     """
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    def __init__(self, config: OffloadingConfig, engine: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
+        self._engine = engine
         self.options = read_options(config.extra_config)
         # Several workers have equal caches. vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(config.replicated_layout)
@@ -105,7 +107,9 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         parallel, path = self.config.parallel, self.options.host_server
         how: dict[str, Any] = {}
         if path is not None:
-            how = {"serve": partial(ServedPool, path, self.config), "has_writers": True}
+            assert self._engine is not None
+            serve = partial(ServedPool, path, self.config, self._engine)
+            how = {"serve": serve, "has_writers": True}
         elif self.replicated_layout:
             how = {"make_pool": partial(replicated_pool, group=get_tp_group())}
             if self.options.exchange:
@@ -166,6 +170,11 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 f"{parallel.pp_size}, prefill_context_parallel_size {parallel.pcp_size} and "
                 f"decode_context_parallel_size {parallel.dcp_size}, which must be 1 there; set "
                 "cpu_bytes_to_use instead"
+            )
+        elif options.host_server and self._engine is None:
+            why = (
+                f"host_server is {options.host_server!r}, which only KVSwapConnector can use; set "
+                "kv_connector to it"
             )
         if why:
             raise ValueError(f"kv_connector_extra_config: {why}")

@@ -1,0 +1,78 @@
+"""Which vLLM engines share pages at a server: those with equal models and options."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm.config
+from patience import in_time
+from served_engine import serving as page_server
+from vllm_engine import folder
+from vllm_serving import CHUNKS, PROMPTS, check, serving
+
+from torch_kvswap.integrations.vllm import identity
+
+__all__ = ["folder"]
+
+
+def engine(folder: Path, name: str, **how: Any) -> Any:
+    extra = {"host_server": f"unix:{folder}/pages", "cpu_bytes_to_use": None}
+    return serving(folder, transfer={"engine_id": name}, extra=extra, **how)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"revision": "other"}, "model_config.revision: other here, null at"),
+        ({"hf_overrides": {"ffn_dim": 64}}, "model_config.hf_config.ffn_dim: 64 here, 128 at"),
+    ],
+)
+def test_engines_with_other_models_are_refused(folder, model, named):
+    with page_server(f"{folder}/pages", 128), engine(folder, "a"):
+        refused = pytest.raises(ValueError, match=f"the server has other pages: .*{named}")
+        with refused, engine(folder, "b", model=model):
+            pass
+
+
+def test_other_environments_are_refused(folder, monkeypatch):
+    with page_server(f"{folder}/pages", 128), engine(folder, "a"):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        refused = pytest.raises(ValueError, match=r"environment\.VLLM_BATCH_INVARIANT")
+        with refused, engine(folder, "b"):
+            pass
+
+
+def test_engines_share_despite_options_that_cannot_matter(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    same = {"model": folder.name, "seed": 7, "served_model_name": "b", "enforce_eager": True}
+    with (
+        page_server(f"{folder}/pages", 128) as server,
+        engine(folder, "a") as a,
+        engine(folder, "b", model=same, batched=128) as b,
+    ):
+        a.serve(PROMPTS)
+        assert in_time(lambda: server._manager.stats().stored == CHUNKS)
+        b.serve(PROMPTS)
+        check(b, PROMPTS)
+        assert in_time(lambda: server._manager.stats().loaded == CHUNKS)
+
+
+def test_media_without_names_are_refused(folder):
+    with serving(folder) as a:
+        model, cache = a.config.model_config, a.config.cache_config
+        model.multimodal_config = vllm.config.MultiModalConfig(mm_processor_cache_gb=0)
+        assert identity.describe_engine(a.config)
+        cache.enable_prefix_caching = False
+        with pytest.raises(ValueError, match="mm_processor_cache_gb is 0"):
+            identity.describe_engine(a.config)
+
+
+def test_fields_that_do_not_count_exist_in_vllm():
+    """A field that is misspelt here, or that vLLM has renamed, counts."""
+    for kind, names in identity._OTHERS.items():
+        fields = {field.name for field in dataclasses.fields(getattr(vllm.config, kind))}
+        assert set(names.split()) <= fields, kind
+    assert set(identity._OF_ONE_ENGINE) <= set(vllm.envs.environment_variables)
