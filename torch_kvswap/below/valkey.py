@@ -84,13 +84,20 @@ class ValkeyStore(PageStore):
             server.send(*([command, key.encode()] for key in keys))
             return [server.number(b":") for _ in keys]
 
+    def _take_idle(self) -> _Connection | None:
+        """A connection that the server has not closed since it was used, if there is one."""
+        with contextlib.suppress(IndexError):  # other threads take from it
+            while True:
+                server = self._idle.pop()
+                if server.is_open:
+                    return server
+                server.close()
+        return None
+
     @contextlib.contextmanager
     def _connection(self) -> Iterator[_Connection]:
         """A connection of this thread for now. Closes it if an answer was not read."""
-        try:
-            server = self._idle.pop()
-        except IndexError:
-            server = _Connection(self._address)
+        server = self._take_idle() or _Connection(self._address)
         try:
             if not server.is_logged_in:
                 if self._login:
@@ -130,6 +137,18 @@ class _Connection:
             raise ConnectionError(f"cannot connect to {host}:{port}: {error}") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._reader = self._socket.makefile("rb")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request can be sent. A server may close connections that are idle for long."""
+        self._socket.settimeout(0)  # until send()
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:  # neither an end nor an answer that nobody has asked for
+            return True
+        except OSError:
+            return False
+        return False
 
     def send(self, *commands: Sequence[bytes | tuple[memoryview, ...]]) -> None:
         self._socket.settimeout(TIMEOUT)

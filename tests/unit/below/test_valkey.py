@@ -6,10 +6,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from select import select
 
 import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
+from patience import in_time
 from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages, trailers
 from valkey_server import ValkeyServer, server
 
@@ -60,6 +62,20 @@ def test_a_killed_server_fails_calls_until_back(
     assert store.exists(["a", "b"]) == [False, False], "empty"
     put_pages(store, ["a", "b"])
     assert get_pages(store, ["a", "b"]) == [True, True]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["put", "get", "exists", "delete"])
+def test_a_closed_idle_connection_is_replaced(
+    call: Callable[[ValkeyStore], object], server: ValkeyServer, store: ValkeyStore
+) -> None:
+    put_pages(store, ["a", "b"])
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"CLIENT KILL TYPE normal\r\n")  # as its option `timeout` does
+        assert client.recv(100).startswith(b":")
+    (idle,) = store._idle
+    assert in_time(lambda: bool(select([idle._socket], [], [], 0)[0]))
+    call(store)
+    assert store._idle != [idle]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=["put", "get", "exists", "delete"])
