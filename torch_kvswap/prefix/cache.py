@@ -569,6 +569,7 @@ class PrefixCache(NotCopyable):
         """
         self._was_polled = True
         results = self._handler.poll(timeout)
+        self._grow()  # what a second tier has is read into these pages, perhaps without any store()
         has_others = self._below is not None or isinstance(self.manager, RemoteManager)
         if has_others and timeout != 0 and not results:
             time.sleep(_PAUSE if timeout is None else min(timeout, _PAUSE))
@@ -638,7 +639,8 @@ class PrefixCache(NotCopyable):
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
         if not self._are_ready and isinstance(self.manager, BlockManager):
-            ready = [pool.num_ready_pages for pool in self.pools]
+            # Not num_ready_pages, which raises for a closed pool: poll() still has results then.
+            ready = [pool._ready_range.end_page for pool in self.pools]
             self.manager.grow(ready)
             self._are_ready = ready == [pool.num_pages for pool in self.pools]
 

@@ -327,6 +327,8 @@ def test_a_prefix_cache_uses_the_pinned_pages(driver: Driver) -> None:
             prefixes.synchronize(prefixes.store([f"{i}"], [i % 16]).job)
             prefixes.poll()
         assert prefixes.manager.stats().evicted == 12
+        prefixes.store(["last"], [0])
+    assert len(prefixes.poll()) == 1, "the pool is closed"
 
 
 @pytest.mark.gpu

@@ -15,10 +15,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from below_engine import BLOCK_BYTES, Engine, bytes_of, cache_at, find, hurry, key_of, works_again
+from host_pools import in_chunks
 from logged import logged
 from memory_store import MemoryStore
-from patience import in_time
+from patience import PATIENCE, in_time
+from pinning_steps import PinningSteps
 from processes import free_port
+from simulated_driver import Driver, place, simulated
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
@@ -168,6 +171,32 @@ def test_as_much_is_read_as_has_room(pages: int, found: list[int], store: Memory
             engine.tier._absent.clear()
 
 
+@simulated
+def test_reads_use_pages_that_are_pinned_later(driver: Driver) -> None:
+    """Also in an engine that stores nothing."""
+    objects, keys, blocks = dict[str, bytes](), list(map(key_of, PROMPT)), list(range(8))
+    rows = torch.randint(256, (8, 4096), dtype=torch.uint8)
+    layout, kept = place(driver, PagedLayout([rows])), rows.clone()
+    options: dict[str, Any] = {"below_model": "m", "below_policy": "all"}
+    with HostPool(layout, 8) as pool:
+        writer = PrefixCache(layout, pool, below=MemoryStore(objects), **options)
+        writer.synchronize(writer.store(keys, blocks).job)
+        writer.poll()
+        assert in_time(lambda: writer.below_stats().written == 8)
+    rows.zero_()
+    steps = PinningSteps()
+    with (
+        in_chunks(4 * 4096, layout, 8, pin_in_background=True) as pool,
+        PrefixCache(layout, pool, below=MemoryStore(objects), **options) as reader,
+    ):
+        steps.pin_more()
+        assert pool.wait_ready(PATIENCE)
+        reader.poll()
+        assert find(reader, keys).ready == 8
+        reader.synchronize(reader.load(keys, blocks))
+        assert torch.equal(rows, kept)
+
+
 def test_each_group_reads_what_the_prefix_needs(tmp_path: Path) -> None:
     sizes = (4096, 8192)
 
@@ -188,8 +217,8 @@ def test_each_group_reads_what_the_prefix_needs(tmp_path: Path) -> None:
         assert in_time(lambda: writer.below_stats().written == 16)
     # The window of the prefix of 7 blocks is incomplete, so that one of 6 is the longest. Its window
     # does not have block 1.
-    for place in (1, 6):
-        (missing,) = tmp_path.glob(f"*@{keys[1][place].hex()}")
+    for block in (1, 6):
+        (missing,) = tmp_path.glob(f"*@{keys[1][block].hex()}")
         missing.unlink()
     tensors, reader = engine()
     with reader:
