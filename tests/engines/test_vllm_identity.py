@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm.config
+import vllm_engine  # noqa: F401  skips where vLLM's tests do not run
 from patience import in_time
 from served_engine import serving as page_server
+from vllm import config as vllm_config
+from vllm import envs
 from vllm_engine import folder
 from vllm_serving import CHUNKS, PROMPTS, check, serving
 
@@ -63,7 +65,7 @@ def test_engines_share_despite_options_that_cannot_matter(folder, monkeypatch):
 def test_media_without_names_are_refused(folder):
     with serving(folder) as a:
         model, cache = a.config.model_config, a.config.cache_config
-        model.multimodal_config = vllm.config.MultiModalConfig(mm_processor_cache_gb=0)
+        model.multimodal_config = vllm_config.MultiModalConfig(mm_processor_cache_gb=0)
         assert identity.describe_engine(a.config)
         cache.enable_prefix_caching = False
         with pytest.raises(ValueError, match="mm_processor_cache_gb is 0"):
@@ -73,6 +75,6 @@ def test_media_without_names_are_refused(folder):
 def test_fields_that_do_not_count_exist_in_vllm():
     """A field that is misspelt here, or that vLLM has renamed, counts."""
     for kind, names in identity._OTHERS.items():
-        fields = {field.name for field in dataclasses.fields(getattr(vllm.config, kind))}
+        fields = {field.name for field in dataclasses.fields(getattr(vllm_config, kind))}
         assert set(names.split()) <= fields, kind
-    assert set(identity._OF_ONE_ENGINE) <= set(vllm.envs.environment_variables)
+    assert set(identity._OF_ONE_ENGINE) <= set(envs.environment_variables)

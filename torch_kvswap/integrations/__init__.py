@@ -1,6 +1,7 @@
 """Integrations with serving engines, a module or a package each; only `doctor` imports them."""
 
 import difflib
+import os
 from collections.abc import Sequence
 
 # The releases of engines that the adapters were tested with.
@@ -22,3 +23,9 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     if near := difflib.get_close_matches(name, known, 1):
         return f"did you mean {near[0]}?"
     return f"the options are {', '.join(known)}"
+
+
+def real_path(name: str) -> str:
+    """A file or folder by its absolute path, because engines may have other working directories;
+    other names as they are."""
+    return os.path.realpath(name) if os.path.exists(name) else name

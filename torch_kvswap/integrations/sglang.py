@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import itertools
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 import torch_kvswap as kvs
-from torch_kvswap.integrations import did_you_mean, not_installed
+from torch_kvswap.integrations import did_you_mean, not_installed, real_path
 from torch_kvswap.prefix import BlockGroup, PrefixKeys
 
 try:
@@ -367,8 +366,8 @@ def _describe_model(server_args: Any) -> str:
         is_other = groups.get(name) in _OTHER_GROUPS and name != "forward_hooks"  # of observability
         if is_other or name in _OTHER_OPTIONS or value == getattr(default, name):
             continue
-        if isinstance(value, str) and os.path.exists(value):
-            value = os.path.realpath(value)  # engines may have other working directories
+        if isinstance(value, str):
+            value = real_path(value)
         text += f", {name} {value!r}"
     return text
 

@@ -17,6 +17,8 @@ from typing import Any
 from vllm import envs
 from vllm.config.utils import normalize_value
 
+from torch_kvswap.integrations import real_path
+
 # All fields of vLLM's configuration count, also those of a later release, but not these: they
 # concern tokens, requests, schedules, ranks, memory, compilation, addresses, logs or files of one
 # engine, are secret, or follow from others.
@@ -86,11 +88,6 @@ def describe_engine(config: Any) -> dict[str, Any]:
     }
     described: dict[str, Any] = _plain(config)
     return {**described, "environment": _plain(environment)}
-
-
-def real_path(name: str) -> str:
-    """A file or folder by its absolute path: engines may have other working directories."""
-    return os.path.realpath(name) if os.path.exists(name) else name
 
 
 def _plain(value: Any) -> Any:

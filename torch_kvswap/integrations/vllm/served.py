@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.identity import real_path
+from torch_kvswap.integrations import real_path
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
