@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def test_media_without_names_are_refused(folder):
         cache.enable_prefix_caching = False
         with pytest.raises(ValueError, match="mm_processor_cache_gb is 0"):
             identity.describe_engine(a.config)
+
+
+def test_secrets_count_but_are_not_described(folder):
+    with serving(folder, model={"hf_token": "sesame"}) as a:
+        before = json.dumps(identity.describe_engine(a.config))
+        a.config.load_config.model_loader_extra_config = {"key": "sesame"}
+        after = json.dumps(identity.describe_engine(a.config))
+        assert after != before
+        assert "sesame" not in before + after
 
 
 def test_fields_that_do_not_count_exist_in_vllm():
