@@ -19,8 +19,9 @@ _MOST_DIGITS = 20
 class ValkeyStore(PageStore):
     """A PageStore in a Valkey or Redis server, which engines of several machines may share.
 
-    Connects at the first call, and again after each failure. Pages are sent from and received into
-    the given memory. The connection is not encrypted.
+    Connects at the first call, and again after each failure and where the server has closed an idle
+    connection. Pages are sent from and received into the given memory. The connection is not
+    encrypted.
 
     Args:
         url (str): "valkey://HOST", "valkey://HOST:PORT" or "valkey://USER:PASSWORD@HOST:PORT";

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import operator
 import secrets
@@ -48,8 +49,8 @@ class BelowStats:
         damaged (int): refused and deleted, because the checksum or the trailer was wrong, or a load
             found a damaged block in a page that had been read.
         written (int): written, or found to be there already.
-        failed (int): part of a call of the store that failed or timed out. Writes are tried again
-            while the pages are in memory.
+        failed (int): part of a call of the store that failed or timed out, or asked for by a lookup
+            whose call did not begin in time. Writes are tried again while the pages are in memory.
         lost (int): evicted before they were written.
         hung (int): calls of the store, not pages, that have not returned in time and still hold
             their pages.
@@ -73,6 +74,7 @@ class _Ask:
         identity (bytes): the first one of the first group with any; without it the others cannot be
             used.
         resets (int): of the manager, before it.
+        waits_since (float): for a thread that asks the store; infinity once it has one.
         reservation (Reservation | None): of the pages to read.
         left (int): tasks of the threads for it that have not ended.
         rejected (list[int]): group and page of each page that did not come.
@@ -89,7 +91,7 @@ class _Ask:
         self.is_over = False
         self.reservation: Reservation | None = None
         self.left, self.rejected, self.absent = 1, list[int](), list[bytes]()
-        self.resets = resets
+        self.resets, self.waits_since = resets, time.monotonic()
 
     @property
     def is_answered(self) -> bool:
@@ -196,6 +198,7 @@ class Tier:
         if not self._asking:
             return
         with self._lock:
+            before = time.monotonic() - threads.DEADLINE
             late = self._reads.find_late()
             are_all_hung = self._reads.are_all_hung  # then the others would wait for ever
             for ask in list(self._asking.values()):
@@ -204,6 +207,13 @@ class Tier:
                 # It is over if a call before was interrupted.
                 elif are_all_hung or ask.is_over or ask in late:
                     self._give_up(ask)
+                elif ask.waits_since <= before:  # calls return in time, but there are too many
+                    self._give_up(ask)
+                    warn_once(
+                        f"lookups ask {self._store} faster than it answers: what it was not asked "
+                        f"for within {threads.DEADLINE:g} s counts as missing; see `failed` of the "
+                        "second tier's statistics"
+                    )
 
     def stats(self) -> BelowStats:
         groups = [self._manager.stats(group) for group in range(len(self._formats))]
@@ -314,6 +324,7 @@ class Tier:
         with self._lock:
             if self._asking.get(ask.identity) is not ask:  # given up, or Ctrl-C came
                 return
+            ask.waits_since = math.inf
         reads = list[Callable[[], None]]()
         try:
             units = self._ask_store(ask)

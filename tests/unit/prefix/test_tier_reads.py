@@ -26,6 +26,7 @@ from valkey_server import ValkeyServer, server
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap._native.loader import native
+from torch_kvswap._native.log import warn_once
 from torch_kvswap.below import threads
 from torch_kvswap.prefix import BlockGroup, tier
 from torch_kvswap.prefix.manager import Lookup
@@ -556,6 +557,36 @@ def test_a_late_call_ends_its_own_lookup_only(
     assert [reader.prefixes.lookup([key_of(asked)]).asking for asked in range(2)] == [0, 1]
     assert reader.stats.hung == 1
     store.release()
+
+
+def test_a_lookup_does_not_wait_long_for_others(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow a store is that answers each call in time."""
+    now, added = time.monotonic, [0.0]
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now() + added[0])
+    monkeypatch.setattr(tier, "ABSENT_SECONDS", 1000.0)
+    warn_once.cache_clear()
+    with Engine(store, bytes_in_flight=8192) as engine, logged() as messages:  # one thread
+        store.held = {"exists"}
+        for asked in range(3):
+            assert engine.prefixes.lookup([key_of(asked)]).asking == 1
+            assert in_time(lambda: len(store.waiting) == 1)
+        added[0] += 0.6 * threads.DEADLINE
+        engine.prefixes.poll()
+        store.waiting.popleft()()
+        assert in_time(lambda: len(store.waiting) == 1)
+        added[0] += 0.6 * threads.DEADLINE
+        for _ in range(2):
+            engine.prefixes.poll()
+            found = [engine.prefixes.lookup([key_of(asked)]).asking for asked in range(3)]
+            assert found == [0, 1, 0]
+        assert (engine.stats.failed, engine.stats.hung) == (1, 0)
+        (message,) = messages
+        assert message.startswith("lookups ask MemoryStore faster than it answers: what it was not")
+        store.release()
+        engine.until(lambda: engine.prefixes.lookup([key_of(1)]).asking == 0)
+        assert store.calls == ["exists"] * 2, "nobody asks for what was given up"
 
 
 def test_after_a_hang_one_lookup_tries(
