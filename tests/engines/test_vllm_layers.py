@@ -123,16 +123,28 @@ def test_joined_loads_land_layer_by_layer(
 ) -> None:
     worker, layers, jobs = loads()
     begun: list[Any] = []
+    worker.gather_step_loads()
     for page, specs in jobs.items():
         worker.submit_load(page, *specs, expedited=True)
         if how == "apart" or page == 2:
             begun.append(worker.begin_step_loads())
+            worker.gather_step_loads()
     begun[0].wait(layer_group=0)
     assert first_bytes(layers) == [first, [0, 0, 0]]
     worker.wait(set(jobs))
     assert first_bytes(layers) == [[1, 2, 3]] * 2
     ended = [(one.job_id, one.success, one.transfer_size) for one in worker.get_finished()]
     assert ended == [(number, True, size) for number, size in enumerate(sizes)]
+    worker.shutdown()
+
+
+def test_an_expedited_load_that_nobody_gathers_begins() -> None:
+    """As vLLM's own part of the connector makes it, which waits for it at once."""
+    worker, layers, jobs = loads()
+    for number, specs in jobs.items():
+        worker.submit_load(number, *specs, expedited=True)
+    worker.wait(set(jobs))
+    assert first_bytes(layers) == [[1, 2, 3]] * 2
     worker.shutdown()
 
 

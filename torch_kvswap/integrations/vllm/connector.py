@@ -133,6 +133,8 @@ class WorkerPart(OffloadingConnectorWorker):
 
     def start_kv_transfers(self, metadata: Any) -> None:
         """As vLLM's, but the host does not wait for in-step loads."""
+        if self._ours:
+            self._ours.gather_step_loads()
         super().start_kv_transfers(metadata)
         self._step_job = self._ours.begin_step_loads() if self._ours else None
 

@@ -129,7 +129,7 @@ class KVSwapWorker(base.OffloadingWorker):
             self._served.start(self._handler)
         _log.info("torch_kvswap moves the KV-cache blocks of vLLM: %s", self._pool)
         self._open: dict[int, _Open] = {}  # key: vLLM's number
-        self._step_loads: dict[int, Move] = {}  # that have not begun
+        self._step_loads: dict[int, Move] | None = None  # while they are gathered
         self._ended: list[base.TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -146,19 +146,23 @@ class KVSwapWorker(base.OffloadingWorker):
     ) -> bool:
         """Starts a load, as submit_store().
 
-        vLLM sets `expedited` for loads of the step that begins: begin_step_loads() starts them.
-        They are of whole chunks, of a cache with one group of layers.
+        vLLM sets `expedited` for loads of the step that begins: see gather_step_loads().
         """
         move = self._read(dst_spec, src_spec)
-        if expedited:
+        if expedited and self._step_loads is not None:
             self._step_loads[job_id] = move
         else:
-            self._submit({job_id: move}, "load")
+            self._submit({job_id: move}, "load", expedited=expedited)
         return True
 
+    def gather_step_loads(self) -> None:
+        """From now on expedited loads wait for begin_step_loads(). They are of whole chunks, of a
+        cache with one group of layers."""
+        self._step_loads = {}
+
     def begin_step_loads(self) -> Job | None:
-        """Starts the expedited loads as one job: each layer group lands for all of them before the
-        next group of any.
+        """Starts the loads that were gathered, as one job: each layer group lands for all of them
+        before the next group of any.
 
         They also end together: if the job fails, all of them have failed. If it failed only because
         of rejected blocks, loads without one have succeeded.
@@ -167,7 +171,7 @@ class KVSwapWorker(base.OffloadingWorker):
             Job | None: the job, for streams to wait for. None if there is none, or it could not be
             started.
         """
-        moves, self._step_loads = self._step_loads, {}
+        moves, self._step_loads = self._step_loads, None
         if not moves:
             return None
         groups = max(self.layer_groups.values(), default=0) + 1
@@ -195,8 +199,8 @@ class KVSwapWorker(base.OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Blocks the host until transfers have ended.
 
-        Unknown numbers are ignored, and those of expedited loads that have not begun.
-        get_finished() still reports the transfers.
+        Unknown numbers are ignored, and those of gathered loads. get_finished() still reports the
+        transfers.
         """
         known = job_ids & self._open.keys()
         # poll() reports failed jobs, too.
