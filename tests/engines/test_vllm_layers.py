@@ -175,12 +175,18 @@ def test_no_store_reads_the_next_owners_zeros(tmp_path, runner, is_async, steps)
         assert seen["load"] > 0
 
 
+@RUNNERS
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])
-@pytest.mark.parametrize("steps", [1, 2], ids=["has not begun", "runs"])
-def test_stores_end_before_vllm_frees_the_cache(tmp_path, steps, is_told):
-    """Before it sleeps. LLM.sleep() waits for the GPU, but not for copies that have not begun."""
+@pytest.mark.parametrize(
+    ("steps", "states"),
+    [(1, False), (2, False), (1, True)],
+    ids=["has not begun", "runs", "has not begun, states"],
+)
+def test_stores_end_before_vllm_frees_the_cache(tmp_path, runner, steps, states, is_told):
+    """Before it sleeps. LLM.sleep() waits for the GPU, but not for copies that have not begun. With
+    states, runner V2 leaves none running: its steps wait for them."""
     one = prompt(1, 7 * 16)
-    with serving(tmp_path, transfer=RECOMPUTE) as engine:
+    with serving(tmp_path, runner=runner, transfer=RECOMPUTE, states=states) as engine:
         poll, engine.worker._handler.poll = engine.worker._handler.poll, list
         engine.add("one", one, 8)
         for _ in range(steps):
@@ -192,5 +198,7 @@ def test_stores_end_before_vllm_frees_the_cache(tmp_path, steps, is_told):
         engine.worker._handler.poll = poll
         engine.run()
         engine.forget_gpu()
+        seen = Faults(engine, never).seen
         engine.serve({"again": one})
+        assert seen["load"] > 0
         assert (engine.tokens["again"] == expected_tokens(one, 4)) == is_told

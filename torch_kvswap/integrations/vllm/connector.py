@@ -122,14 +122,9 @@ class WorkerPart(OffloadingConnectorWorker):
         """
         metadata = kv_connector_metadata
         self._open |= metadata.load_jobs | metadata.store_jobs
-        if self._has_failed_step:
-            self._drop_stores(metadata, self._open)
-            self._has_failed_step = False
         if self._writes_first:
             self._drop_stores(metadata, metadata.jobs_to_flush)
-        deferred, self._deferred = self._deferred, {}
-        super().prepare_store_kv(replace(metadata, store_jobs=deferred))
-        super().handle_preemptions(metadata)
+        self._begin_deferred(metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:
         """As vLLM's, but the host does not wait for in-step loads."""
@@ -154,7 +149,8 @@ class WorkerPart(OffloadingConnectorWorker):
 
     def end_transfers(self) -> None:
         """Begins the stores of the last step, and blocks the host until no transfer runs."""
-        self.handle_preemptions(OffloadingConnectorMetadata({}, {}, jobs_to_flush=set(self._open)))
+        # No new owner has written to their blocks, so that none is dropped for it.
+        self._begin_deferred(OffloadingConnectorMetadata({}, {}, jobs_to_flush=set(self._open)))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; requests whose loads failed count as received, too. Blocks the host until the
@@ -179,6 +175,16 @@ class WorkerPart(OffloadingConnectorWorker):
             }
             self.worker.wait(stores)
         return finished
+
+    def _begin_deferred(self, metadata: Any) -> None:
+        """Begins the stores of the step before, or drops them after a failed in-step load. Blocks
+        the host until the jobs_to_flush have ended."""
+        if self._has_failed_step:
+            self._drop_stores(metadata, self._open)
+            self._has_failed_step = False
+        deferred, self._deferred = self._deferred, {}
+        super().prepare_store_kv(replace(metadata, store_jobs=deferred))
+        super().handle_preemptions(metadata)
 
     def _drop_stores(self, metadata: Any, numbers: Iterable[int]) -> None:
         """Drops those of these stores that have not begun."""
