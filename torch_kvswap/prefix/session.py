@@ -287,20 +287,25 @@ class Session(NotCopyable):
     def _run(self) -> None:
         """The thread: joins the server again each time that it is lost."""
         pause, told = FIRST_PAUSE, ""
+        joined: float | None = None  # when the connection began, if there was one
         while True:
             self._until_lost()
+            if joined is not None and time.monotonic() - joined >= LONGEST_PAUSE:
+                pause = FIRST_PAUSE
+            joined = None
             with self.lock:
                 if self._changed.wait_for(lambda: self._is_closing, pause):
                     return
+            # Also after a join: each maps memory, and a server may end again and again.
+            pause = min(2 * pause, LONGEST_PAUSE)
             try:
                 self.join()
                 log.info("the server at %s is back", self._path)
-                pause, told = FIRST_PAUSE, ""
+                joined, told = time.monotonic(), ""
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 if str(error) != told and not self._is_closing:
                     told = str(error)
                     log.warning("the server at %s cannot be joined again: %s", self._path, told)
-                pause = min(2 * pause, LONGEST_PAUSE)
 
     # Requests.
 

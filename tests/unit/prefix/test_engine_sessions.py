@@ -484,17 +484,21 @@ def test_a_deadline_begins_when_the_question_is_sent(
 def test_a_lost_server_is_tried_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "FIRST_PAUSE", 1.0)
     monkeypatch.setattr(session, "LONGEST_PAUSE", 8.0)
-    hours = itertools.count(0, 3600)
-    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: next(hours)))
-    a, pauses = SchedulerSession("", "a"), list[float]()
+    a, pauses, now = SchedulerSession("", "a"), list[float](), [0.0]
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
     fails = OSError("it is not there")
-    monkeypatch.setattr(a, "_until_lost", lambda: None)
-    monkeypatch.setattr(a, "join", Mock(side_effect=[*[fails] * 4, None, fails]))
+    # It is back for 7 s twice, gone for hours, back for 8 s, and gone.
+    monkeypatch.setattr(a, "join", Mock(side_effect=[None, None, fails, fails, None, fails]))
+    lasts = iter([0.0, 7.0, 7.0, 3600.0, 3600.0, 8.0, 3600.0])
+
+    def until_lost() -> None:
+        now[0] += next(lasts)
 
     def is_closing(_: object, pause: float) -> bool:
         pauses.append(pause)
         return len(pauses) == 7
 
+    monkeypatch.setattr(a, "_until_lost", until_lost)
     monkeypatch.setattr(a._changed, "wait_for", is_closing)
     a._run()
     assert pauses == [1, 2, 4, 8, 8, 1, 2]
