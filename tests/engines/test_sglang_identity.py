@@ -73,6 +73,12 @@ def test_a_folder_is_the_same_from_everywhere(
     assert len(names) == 2
 
 
+def test_secrets_count_but_are_not_described() -> None:
+    described = describe(model_loader_extra_config='{"key": "sesame"}')
+    assert described != describe(model_loader_extra_config='{"key": "cumin"}')
+    assert "sesame" not in described
+
+
 def test_every_option_of_sglang_is_classified() -> None:
     """A new one counts. Add its name to OF_BYTES, or to _OTHER_OPTIONS and OTHERS."""
     names = {field.name for field in record_fields(ServerArgs)}

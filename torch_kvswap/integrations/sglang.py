@@ -368,6 +368,8 @@ def _describe_model(server_args: Any) -> str:
             continue
         if isinstance(value, str):
             value = real_path(value)
+        if name == "model_loader_extra_config":  # may hold secrets, and what is described is shown
+            value = hashlib.sha256(repr(value).encode()).hexdigest()
         text += f", {name} {value!r}"
     return text
 
