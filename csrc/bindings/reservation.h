@@ -20,11 +20,11 @@ struct Reservation {
   prefix::Assigned assigned = {};
   nb::object lease = nb::none();
   // A job of a prefix cache takes them.
-  std::unique_ptr<prefix::ReservedPages> pages_of_job;
+  prefix::HeldPages pages_of_job;
 
   // outcome: if nothing is copied.
   Reservation(std::shared_ptr<prefix::EndedPages> manager, prefix::Outcome outcome)
-      : pages_of_job(std::make_unique<prefix::ReservedPages>(std::move(manager), outcome)) {}
+      : pages_of_job(new prefix::ReservedPages(std::move(manager), outcome)) {}
   Reservation(Reservation&&) = default;
   Reservation& operator=(Reservation&&) = default;
   ~Reservation() {

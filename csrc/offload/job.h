@@ -129,10 +129,10 @@ struct Job {
   // Of a job that has failed because blocks were rejected: where they are in its list of blocks.
   // Its other blocks were copied.
   std::unique_ptr<const std::vector<int64_t>> rejected;
-  std::unique_ptr<prefix::ReservedPages> pages;  // of a block manager, until it is told of the end
-  std::unique_ptr<Work> work;                    // null once it has ended
-  Job* next = nullptr;                           // in the queue, or in its transfer
-  Job* next_ended = nullptr;                     // in the list of unreported jobs
+  prefix::HeldPages pages;     // of a block manager, until it is told of the end
+  std::unique_ptr<Work> work;  // null once it has ended
+  Job* next = nullptr;         // in the queue, or in its transfer
+  Job* next_ended = nullptr;   // in the list of unreported jobs
 
   bool has_ended() const { return state >= State::kDone; }
   bool has_succeeded() const { return state == State::kDone; }

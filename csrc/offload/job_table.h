@@ -36,6 +36,7 @@ namespace kvswap {
 class JobTable {
  public:
   explicit JobTable(const std::vector<Group>& groups);
+  ~JobTable() { end_reservations(); }
 
   // A new job.
 

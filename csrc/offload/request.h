@@ -32,7 +32,7 @@ struct Request {
   // was reported; see Work::computed_from.
   BlockLists computed_in;
   // What a job takes from its caller, if it is submitted; null: nothing.
-  std::unique_ptr<prefix::ReservedPages>* reserved = nullptr;
+  prefix::HeldPages* reserved = nullptr;
   std::vector<Part> parts;  // one for each group
 };
 

@@ -21,7 +21,9 @@ constexpr size_t kAtOnce = 64;
 }  // namespace
 
 BlockManager::~BlockManager() {
-  while (reported_ != nullptr) delete std::exchange(reported_, reported_->next);
+  while (reported_ != nullptr || (reported_ = ended_pages_->take()) != nullptr) {
+    delete std::exchange(reported_, reported_->next);
+  }
 }
 
 BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)
@@ -125,22 +127,26 @@ bool BlockManager::prepare_store(const GroupKeys* keys, std::optional<uint64_t> 
   size_t written = 0, num_evicted = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     Pages& pages = *groups_[g].pages;
-    const std::vector<uint32_t>& found = groups_[g].found;
+    std::vector<uint32_t>& found = groups_[g].found;
     const auto count = static_cast<size_t>(assigned.counts[g]);
     const int64_t* wanted = assigned.key_indices.data() + written;
     int64_t* given = assigned.pages.data() + written;
+    bool keeps_place = false;
     for (const uint32_t page : found) {
-      if (page != kNone) pages.hold(page);
+      if (page != kNone) keeps_place |= pages.hold(page);
     }
     num_evicted +=
         pages.assign(keys[g].bytes, wanted, count, given, assigned.evicted.data() + num_evicted);
     for (size_t i = 0, next = 0; i < found.size(); ++i) {
       if (next < count && wanted[next] == static_cast<int64_t>(i)) {
-        made.pins.push_back({g, static_cast<uint32_t>(given[next++]), copy});
+        found[i] = static_cast<uint32_t>(given[next++]);
+        made.pins.push_back({g, found[i], copy});
       } else if (found[i] != kNone) {
         made.pins.push_back({g, found[i], Copy::kNone});
       }
     }
+    // Some of them are evicted from where they are: the others directly before or behind these.
+    if (keeps_place) pages.order(found.data(), found.size());
     written += count;
   }
   assigned.evicted.resize(num_evicted);
@@ -189,6 +195,7 @@ void BlockManager::end(ReservedPages& of) {
   if (!is_lost) release_all(of.pins);
   of.before->after = of.after;
   of.after->before = of.before;
+  of.id = 0;
 }
 
 std::vector<int64_t> BlockManager::lend(size_t count) {

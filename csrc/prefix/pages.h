@@ -44,8 +44,12 @@ class Pages {
   // Of these, pages that were due to be written below.
   uint64_t num_lost() const { return num_lost_; }
 
-  // A held page is not given to another key. It must have one.
-  void hold(uint32_t page) { policy_->hold(page); }
+  // A held page is not given to another key. It must have one. Returns whether it keeps a place in
+  // the order of eviction, which it got while it was held.
+  bool hold(uint32_t page) {
+    policy_->hold(page);
+    return table_.nodes[page].has_place;
+  }
   // It keeps its place in the order of eviction.
   void hold_in_place(uint32_t page) { policy_->hold_in_place(page); }
   void release(uint32_t page);

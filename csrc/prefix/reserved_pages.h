@@ -30,15 +30,16 @@ struct Pin {
 };
 
 // A reservation: the pages that a job copies, until the manager is told of the job's end. Whoever
-// may still copy owns it, such as the job.
+// may still copy owns it, such as the job, by a HeldPages.
 struct ReservedPages {
+  // outcome: if nobody notes another one.
   ReservedPages(std::shared_ptr<EndedPages> manager, Outcome outcome)
       : manager(std::move(manager)), outcome(outcome) {}
   ReservedPages(const ReservedPages&) = delete;
   ReservedPages& operator=(const ReservedPages&) = delete;
 
   const std::shared_ptr<EndedPages> manager;  // where the manager that has made it finds its own
-  int64_t id = 0;                             // 0: the manager has not made it
+  int64_t id = 0;                             // 0: the manager has not made it, or it has ended
   std::vector<Pin> pins;  // in the order of the keys; guarded by the manager's lock
 
   Outcome outcome;
@@ -46,6 +47,12 @@ struct ReservedPages {
   ReservedPages* next = nullptr;                // in EndedPages
   ReservedPages *before = this, *after = this;  // in the ring of the manager
 };
+
+// Ends a reservation that goes without its end: the manager's ring has it until then.
+struct EndPages {
+  void operator()(ReservedPages* of) const noexcept;
+};
+using HeldPages = std::unique_ptr<ReservedPages, EndPages>;
 
 // The reservations of a manager that have ended since its last call. Any thread may push, also
 // with the scheduler's lock, and waits for nothing.
@@ -58,7 +65,7 @@ class EndedPages {
     for (ReservedPages* first = take(); first != nullptr;) delete std::exchange(first, first->next);
   }
 
-  void push(std::unique_ptr<ReservedPages> of) noexcept {
+  void push(HeldPages of) noexcept {
     num_pages_ += of->pins.size();
     ReservedPages* pushed = of.release();
     pushed->next = last_.load();
@@ -83,5 +90,14 @@ class EndedPages {
   std::atomic<ReservedPages*> last_ = nullptr;
   std::atomic<size_t> num_pages_ = 0;
 };
+
+inline void EndPages::operator()(ReservedPages* of) const noexcept {
+  if (of->id == 0) {
+    delete of;
+  } else {
+    const auto to = of->manager;
+    to->push(HeldPages(of));
+  }
+}
 
 }  // namespace kvswap::prefix

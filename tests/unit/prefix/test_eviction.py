@@ -144,6 +144,22 @@ def test_a_prompt_extended_while_loaded_keeps_its_place(policy):
     assert [key for key in "abcde" if not manager.lookup([key.encode()]).ready] == ["e"]
 
 
+def test_a_prompt_extended_while_ordered_is_evicted_from_its_end():
+    """docs/own_engine.md orders a prompt while its load runs, and stores all of its blocks."""
+    manager = BlockManager(5)
+    manager.complete(manager.prepare_store([*"abc"]))
+    load = manager.prepare_load([*"bc"])
+    manager.touch(["a"])
+    manager.order([*"abc"], renew=True)
+    manager.complete(manager.prepare_store(["x"]))
+    store = manager.prepare_store([*"abcd"])
+    manager.complete(load)
+    manager.complete(store)
+    for number, left in enumerate(["abcdx", "abcd", "abc", "ab", "a"]):
+        assert [key for key in "abcdx" if manager.lookup([key]).ready] == sorted(left)
+        manager.complete(manager.prepare_store([number]))
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("how", ["is released", "is placed before a held one"])
 def test_what_evictions_have_skipped_can_be_evicted(policy, how):

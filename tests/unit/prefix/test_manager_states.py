@@ -96,7 +96,10 @@ class Machine(RuleBasedStateMachine):
         assert all(page < self.model.num_pages for page in store.pages)
         self.model.place(new, store.pages.tolist(), keys)
         pages = [self.model.page_of[key] for key in keys]
+        keeps_place = not self.model.placed_held.isdisjoint(keys)
         self.model.hold(pages)
+        if keeps_place:
+            self.model.order(keys, renew=False)
         if keep:
             self.model.hold(pages)
             self.leases[store] = pages

@@ -152,6 +152,19 @@ def test_a_prefix_cache_has_its_handlers_calls() -> None:
         prefixes.__enter__()
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_manager_outlives_jobs_nobody_polled(is_closed: bool) -> None:
+    prefixes, _ = make()
+    manager = prefixes.manager
+    prefixes.store(["a", "b"], [0, 1])
+    if is_closed:
+        prefixes.close()
+    del prefixes
+    gc.collect()
+    manager.reset()
+    assert manager.stats().free_pages == PAGES
+
+
 def test_a_closed_pool_is_named_not_its_handler() -> None:
     for closes_pool in (True, False):
         prefixes, _ = make()
