@@ -98,9 +98,10 @@ class BlockStats:
         skipped (int): blocks not stored because of store_threshold.
         refused (int): how often there was no room for blocks to store or preempt, or to read from a
             second tier. Such a read tries again with a shorter prefix, and can count several times.
-        failed (int): blocks of loads and stores that ended with fail(), also of stores that were
-            cancelled or not submitted; rejected blocks; and blocks that a second tier was to
-            deliver, but which did not arrive or were damaged.
+        failed (int): blocks of loads and stores that ended with fail(), whose reservations were
+            dropped, or whose GPU or relay was lost; also of stores that were cancelled or not
+            submitted; rejected blocks; and blocks that a second tier was to deliver, but which did
+            not arrive or were damaged.
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
