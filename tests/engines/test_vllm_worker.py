@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm_contract import KVSwapWorker, TwoWorkers, base, caches, common, names
 
-from torch_kvswap.integrations.vllm.kv_layouts import group_layouts
+from torch_kvswap.integrations.vllm.kv_layouts import Move, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
 from torch_kvswap.layout import PagedLayout
@@ -176,6 +176,20 @@ def test_tensors_are_named_after_their_layers(refs, named):
 def test_a_worker_without_layers_says_so():
     with pytest.raises(ValueError, match="no layer of this worker has a KV cache to offload"):
         KVSwapWorker(caches([[]], [64], "cpu"), PAGES, 1, SpecOptions(1), [[]])
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "why"),
+    [(0, 5, "5 blocks from slot 0 of 2 pages"), (2, 6, "6 blocks from slot 2 of 2 pages")],
+)
+def test_parts_of_pages_are_not_joined(first, size, why):
+    specs = [
+        (base.GPULoadStoreSpec([10, 11, 12, 13], [4], [0]), common.CPULoadStoreSpec([2])),
+        (base.GPULoadStoreSpec([*range(size)], [size], [first]), common.CPULoadStoreSpec([0, 1])),
+    ]
+    whole, part = (read_move(gpu, host, [True], 4) for gpu, host in specs)
+    with pytest.raises(ValueError, match=rf"\[1\] has {why}"):
+        Move.joined([whole, part], 4)
 
 
 # The workers of an engine with equal caches share one host pool

@@ -36,15 +36,28 @@ class Move(NamedTuple):
         ]
 
     @classmethod
-    def joined(cls, moves: Sequence[Move]) -> Move:
-        """One transfer of several, each of whole pages."""
+    def joined(cls, moves: Sequence[Move], slots: int) -> Move:
+        """One transfer of several.
+
+        Raises:
+            ValueError: one of several is not of whole pages: blocks of the next would go to its
+                last page.
+        """
         if len(moves) == 1:
             return moves[0]
-        blocks, pages = (
+        for index, move in enumerate(moves):
+            for blocks, pages, first in zip(*move, strict=True):
+                if first or len(blocks) != len(pages) * slots:
+                    raise ValueError(
+                        f"transfers can be joined only if they are of whole pages of {slots} "
+                        f"blocks, but [{index}] has {len(blocks)} blocks from slot {first} of "
+                        f"{len(pages)} pages"
+                    )
+        all_blocks, all_pages = (
             [np.concatenate(of_group) for of_group in zip(*ids, strict=True)]
             for ids in ([move.blocks for move in moves], [move.pages for move in moves])
         )
-        return cls(blocks, pages, moves[0].first_slots)
+        return cls(all_blocks, all_pages, moves[0].first_slots)
 
 
 def group_layouts(

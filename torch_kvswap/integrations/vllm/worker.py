@@ -170,6 +170,9 @@ class KVSwapWorker(base.OffloadingWorker):
         Returns:
             Job | None: the job, for streams to wait for. None if there is none, or it could not be
             started.
+
+        Raises:
+            ValueError: several were gathered, and one is not of whole chunks.
         """
         moves, self._step_loads = self._step_loads, None
         if not moves:
@@ -228,7 +231,7 @@ class KVSwapWorker(base.OffloadingWorker):
         """Starts transfers as one job, when their pages are pinned. Reports their ends if there is
         nothing to copy, or if they cannot be started."""
         numbers = tuple(moves)
-        blocks, pages, first = Move.joined(list(moves.values()))
+        blocks, pages, first = Move.joined(list(moves.values()), self._blocks_per_page)
         if not any(map(len, blocks)):
             self._report(numbers, 0, 0.0)
             return None
