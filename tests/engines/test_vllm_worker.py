@@ -178,6 +178,12 @@ def test_a_worker_without_layers_says_so():
         KVSwapWorker(caches([[]], [64], "cpu"), PAGES, 1, SpecOptions(1), [[]])
 
 
+def test_places_are_in_the_order_of_blocks():
+    gpu = base.GPULoadStoreSpec([1, 2, 3, 4, 5], group_sizes=[2, 0, 3], block_indices=[2, 0, 4])
+    move = read_move(gpu, common.CPULoadStoreSpec([7, 6, 8, 9]), [True] * 3, 3)
+    assert move.places(3) == [(1, 7), (2, 6), (3, 8), (4, 8), (5, 9)]
+
+
 @pytest.mark.parametrize(
     ("first", "size", "why"),
     [(0, 5, "5 blocks from slot 0 of 2 pages"), (2, 6, "6 blocks from slot 2 of 2 pages")],
