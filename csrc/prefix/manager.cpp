@@ -61,13 +61,6 @@ void BlockManager::end_reported() {
   }
 }
 
-void BlockManager::enter(ReservedPages& reservation) {
-  reservation.id = next_id();
-  reservation.before = &lost_;
-  reservation.after = lost_.after;
-  lost_.after = reservation.after->before = &reservation;
-}
-
 std::vector<std::pair<uint32_t, Key>> BlockManager::take_corrupted() {
   return std::exchange(corrupted_, {});
 }
@@ -98,7 +91,7 @@ void BlockManager::hold(const GroupKeys* keys, bool all, Assigned& held, Reserve
     }
   }
   if (made.pins.empty() && !all) return;
-  enter(made);
+  made.id = next_id();
   for (const Pin& pin : made.pins) {
     Pages& pages = *groups_[pin.group].pages;
     if (all) {
@@ -155,10 +148,10 @@ bool BlockManager::prepare_store(const GroupKeys* keys, std::optional<uint64_t> 
       groups_[pin.group].pages->hold(pin.page);
       lease->pins.push_back({pin.group, pin.page, Copy::kNone});
     }
-    enter(*lease);
+    lease->id = next_id();
   }
   if (num_wanted > 0) {
-    enter(made);
+    made.id = next_id();
   } else {
     release_all(made.pins);
   }
@@ -169,7 +162,6 @@ void BlockManager::end(ReservedPages& of) {
   const bool is_lost = of.outcome == Outcome::kLost;
   const bool has_failed = is_lost || of.outcome == Outcome::kFailed;
   const bool notes = of.outcome == Outcome::kDamaged && below_ != BelowPolicy::kNothing;
-  if (is_lost) lost_.pins.insert(lost_.pins.end(), of.pins.begin(), of.pins.end());
   if (notes) corrupted_.reserve(corrupted_.size() + of.rejected.size());
   for (Pin& pin : of.pins) {
     if (pin.copy == Copy::kNone) continue;
@@ -193,8 +185,6 @@ void BlockManager::end(ReservedPages& of) {
     }
   }
   if (!is_lost) release_all(of.pins);
-  of.before->after = of.after;
-  of.after->before = of.before;
   of.id = 0;
 }
 
@@ -246,7 +236,7 @@ Due BlockManager::hold_due(size_t count, size_t group, ReservedPages& made) {
     due.pages.push_back(page);
     made.pins.push_back({static_cast<uint32_t>(group), page, Copy::kWrite});
   }
-  if (!pages.empty()) enter(made);
+  if (!pages.empty()) made.id = next_id();
   return due;
 }
 
@@ -288,11 +278,6 @@ void BlockManager::reset() {
     pages[g]->take_over(*groups_[g].pages);
     groups_[g].pages.swap(pages[g]);
   }
-  const ReservedPages* of = &lost_;
-  do {
-    for (const Pin& pin : of->pins) groups_[pin.group].pages->hold_forgotten(pin.page);
-    of = of->after;
-  } while (of != &lost_);
   ++resets_;
 }
 
@@ -394,7 +379,7 @@ Lookup BlockManager::lookup(const GroupKeys* keys, bool again, ReservedPages* le
       for (size_t i = first; i < last; ++i)
         lease->pins.push_back({g, groups_[g].found[i], Copy::kNone});
     }
-    enter(*lease);
+    lease->id = next_id();
     for (const Pin& pin : lease->pins) groups_[pin.group].pages->hold_in_place(pin.page);
   }
   for (Group& group : groups_) {

@@ -135,8 +135,8 @@ class BlockManager {
   // and all of them after the blocks of other keys. Does not count as a use. Pages that are held
   // take their place when they are released.
   void order(const GroupKeys* keys, bool renew);
-  // Without the lock. Forgets all keys. Pages of reservations stay held; other calls wait only
-  // while those are marked.
+  // Without the lock. Forgets all keys. Pages that are held stay so; other calls wait while they
+  // are looked for, some milliseconds for a million pages.
   void reset();
   // Without the lock. How many resets there were.
   uint64_t resets() const { return resets_; }
@@ -153,8 +153,6 @@ class BlockManager {
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   void end_reported();
-  // From now on the pages of its pins are held.
-  void enter(ReservedPages& reservation);
   size_t num_keys(const GroupKeys* keys) const;
   // Sets `found` of each group. all: of every key; otherwise, in groups without a window, keys
   // after the first miss may be left at kNone.
@@ -181,9 +179,6 @@ class BlockManager {
   std::vector<Group> groups_;
   const uint32_t store_threshold_;
   std::optional<LookupCounter> lookups_;
-  // Reservations that have not ended are in a ring with this one, whose pages a lost device may
-  // still write.
-  ReservedPages lost_{nullptr, Outcome::kLost};
   ReservedPages* reported_ = nullptr;  // taken from ended_pages_
   std::vector<std::pair<uint32_t, Key>> corrupted_;
   std::atomic<uint64_t> resets_ = 0;

@@ -34,16 +34,16 @@ void Pages::take_over(const Pages& before) {
   grow(before.num_ready_pages_);
   num_evicted_ = before.num_evicted_;
   num_lost_ = before.num_lost_;
+  for (uint32_t page = 0; page < num_ready_pages_; ++page) {
+    const uint32_t count = before.table_.nodes[page].count;
+    if (count == 0) continue;
+    free_.remove(table_.nodes, page);
+    table_.nodes[page].count = count;
+  }
   for (uint32_t page = before.lent_.oldest(); page != kNone;) {
-    hold_forgotten(page);
     lent_.append(table_.nodes, page);
     page = before.table_.nodes[page].after;
   }
-}
-
-void Pages::hold_forgotten(uint32_t page) {
-  // Another reservation may hold it, too.
-  if (table_.nodes[page].count++ == 0) free_.remove(table_.nodes, page);
 }
 
 void Pages::release(uint32_t page) {

@@ -20,10 +20,8 @@ class Pages {
   // the new ones.
   void grow(size_t ready_pages);
   // For a reset, on a new object: takes over from `before` the number of usable pages, the counts
-  // of evictions, and the pages that are lent.
+  // of evictions, and who holds which page, without the keys.
   void take_over(const Pages& before);
-  // For a reset, on a new object: a reservation from before the reset holds this page.
-  void hold_forgotten(uint32_t page);
 
   // Finds the page of a key: node p is page p.
   const Table& table() const { return table_; }

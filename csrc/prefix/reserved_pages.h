@@ -44,11 +44,10 @@ struct ReservedPages {
 
   Outcome outcome;
   RejectedPages rejected;
-  ReservedPages* next = nullptr;                // in EndedPages
-  ReservedPages *before = this, *after = this;  // in the ring of the manager
+  ReservedPages* next = nullptr;  // in EndedPages
 };
 
-// Ends a reservation that goes without its end: the manager's ring has it until then.
+// Ends a reservation that goes without its end: its pages would stay held.
 struct EndPages {
   void operator()(ReservedPages* of) const noexcept;
 };
