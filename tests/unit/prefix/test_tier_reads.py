@@ -162,17 +162,14 @@ def test_reading_evicts_nothing_that_a_lookup_holds(hold: bool, store: MemorySto
         assert engine.load("vwxyz") == (5 if hold else 0)
 
 
-@pytest.mark.parametrize(("pages", "found"), [(8, [8, 8]), (5, [4, 5]), (1, [1, 1])])
-def test_as_much_is_read_as_has_room(
-    pages: int, found: list[int], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier, "ABSENT_SECONDS", 1000.0)  # however slow the machine is
+@pytest.mark.parametrize(("pages", "least", "most"), [(8, 8, 8), (5, 4, 5), (1, 1, 1)])
+def test_as_much_is_read_as_has_room(pages: int, least: int, most: int, store: MemoryStore) -> None:
     with Engine(MemoryStore(store.objects)) as writer:
         writer.share(PROMPT)
     with Engine(store, pages=pages) as engine:
-        for count in found:  # later blocks never evict the first ones
-            assert engine.load(PROMPT) == count
-            engine.tier._absent.clear()
+        assert engine.load(PROMPT) >= least  # half as many are tried if there is no room
+        engine.tier._absent.clear()
+        assert engine.load(PROMPT) == most  # later blocks never evict the first ones
 
 
 @simulated
