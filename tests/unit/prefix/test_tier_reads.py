@@ -120,10 +120,11 @@ def test_waking_a_thread_keeps_the_gil(call: str, store: MemoryStore) -> None:
             do = calls.get(call, engine.prefixes.manager.grow)
             waiting.start()
             native.wake(fd)
-            for _ in range(50_000):  # a short release is taken once in some thousand times
+            # A short release is taken once in some thousand times, on a busy machine less often.
+            tries, until = 50_000, time.monotonic() + PATIENCE
+            while not others and (tries > 0 or (call not in calls and time.monotonic() < until)):
                 do()
-                if others:
-                    break
+                tries -= 1
             assert others == ([] if call in calls else ["ran"])
     finally:
         sys.setswitchinterval(interval)
@@ -158,7 +159,8 @@ def test_reading_evicts_nothing_that_a_lookup_holds(hold: bool, store: MemorySto
         keys = list(map(key_of, "vwxyz"))
         found = engine.prefixes.lookup(keys, hold=hold)
         assert found[:4] == (5, 5, 0, 0)
-        assert engine.find(PROMPT).ready == (2 if hold else 8)
+        # There is room for 3. 2 are tried if 4 have none, and then the next one, or not.
+        assert engine.find(PROMPT).ready in ((2, 3) if hold else (8,))
         assert engine.load("vwxyz") == (5 if hold else 0)
 
 
