@@ -28,9 +28,7 @@ struct Reservation {
   Reservation(Reservation&&) = default;
   Reservation& operator=(Reservation&&) = default;
   ~Reservation() {
-    if (!is_held()) return;
-    if (!may_be_dropped) pages_of_job->outcome = prefix::Outcome::kLost;
-    let_go();
+    if (is_held() && !may_be_dropped) pages_of_job->outcome = prefix::Outcome::kLost;
   }
 
   // After the manager's call: whether this has made it.
@@ -47,8 +45,7 @@ struct Reservation {
   // Ends it, if it is held. Returns whether it was.
   bool let_go() noexcept {
     if (!is_held()) return false;
-    const auto to = pages_of_job->manager;
-    to->push(std::move(pages_of_job));
+    pages_of_job.reset();
     return true;
   }
 

@@ -329,8 +329,7 @@ void JobTable::end_reservation(Job& job) noexcept {
     const bool is_done = job.has_succeeded() || was_cancelled || job.was_rejected();
     job.pages->outcome = is_done ? prefix::Outcome::kDone : prefix::Outcome::kFailed;
   }
-  const auto manager = job.pages->manager;
-  manager->push(std::move(job.pages));
+  job.pages.reset();
 }
 
 void JobTable::record_submit(int channel, double seconds) noexcept {

@@ -138,7 +138,8 @@ bool BlockManager::prepare_store(const GroupKeys* keys, std::optional<uint64_t> 
         made.pins.push_back({g, found[i], Copy::kNone});
       }
     }
-    // Some of them are evicted from where they are: the others directly before or behind these.
+    // Some are evicted from the places that they keep. The others get places beside these, so that
+    // the prompt is evicted from its end.
     if (keeps_place) pages.order(found.data(), found.size());
     written += count;
   }

@@ -29,8 +29,8 @@ struct Pin {
   Copy copy;
 };
 
-// A reservation: the pages that a job copies, until the manager is told of the job's end. Whoever
-// may still copy owns it, such as the job, by a HeldPages.
+// A reservation: the pages that a copy uses, until the manager is told of its end. It belongs to
+// the job that copies.
 struct ReservedPages {
   // outcome: if nobody notes another one.
   ReservedPages(std::shared_ptr<EndedPages> manager, Outcome outcome)
@@ -47,10 +47,11 @@ struct ReservedPages {
   ReservedPages* next = nullptr;  // in EndedPages
 };
 
-// Ends a reservation that goes without its end: its pages would stay held.
+// Ends a reservation: tells its manager.
 struct EndPages {
   void operator()(ReservedPages* of) const noexcept;
 };
+// Nobody can lose a reservation, whose pages would stay held: reset() and the destructor end it.
 using HeldPages = std::unique_ptr<ReservedPages, EndPages>;
 
 // The reservations of a manager that have ended since its last call. Any thread may push, also
@@ -64,11 +65,11 @@ class EndedPages {
     for (ReservedPages* first = take(); first != nullptr;) delete std::exchange(first, first->next);
   }
 
-  void push(HeldPages of) noexcept {
+  // Owns it from now on.
+  void push(ReservedPages* of) noexcept {
     num_pages_ += of->pins.size();
-    ReservedPages* pushed = of.release();
-    pushed->next = last_.load();
-    while (!last_.compare_exchange_weak(pushed->next, pushed)) {
+    of->next = last_.load();
+    while (!last_.compare_exchange_weak(of->next, of)) {
     }
   }
   size_t num_pages() const { return num_pages_; }
@@ -94,8 +95,8 @@ inline void EndPages::operator()(ReservedPages* of) const noexcept {
   if (of->id == 0) {
     delete of;
   } else {
-    const auto to = of->manager;
-    to->push(HeldPages(of));
+    const auto to = of->manager;  // another thread may delete `of` at once
+    to->push(of);
   }
 }
 
