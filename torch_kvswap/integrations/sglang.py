@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 import torch_kvswap as kvs
@@ -319,11 +320,10 @@ class KVSwapLinker(UnifiedCacheLinker):
     def _keys(self, hashes: Iterable[str]) -> PrefixKeys:
         """SGLang's hashes of pages (SHA-256) as keys. Each version of the weights has its own:
         other engines may have another version."""
-        keys = bytes.fromhex("".join(hashes))
+        keys = np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8)
         version = hashlib.sha256(str(get_serving().weight_version).encode()).digest()
-        mask = version * (len(keys) // len(version))
-        mixed = int.from_bytes(keys, "big") ^ int.from_bytes(mask, "big")
-        return PrefixKeys(mixed.to_bytes(len(keys), "big"), self._page_tokens)
+        mixed = keys.reshape(-1, len(version)) ^ np.frombuffer(version, np.uint8)
+        return PrefixKeys(mixed.tobytes(), self._page_tokens)
 
     def _read(self, transfers: Sequence[Any]) -> tuple[list[PrefixKeys], list[list[torch.Tensor]]]:
         """The keys of each group of layers, and the slots of its pages, which the current stream
