@@ -339,7 +339,7 @@ class ServedRanks:
         self.manager.on_new_request(self.context)
 
     def copy(self, direction: str, blocks: list[int], spec: Any) -> set[int]:
-        """The pages that some rank has not copied, of which the manager hears."""
+        """Copies on all ranks, tells the manager which pages failed on a rank, and returns these."""
         self.number, failed = self.number + 1, set[int]()
         for worker in self.storing if direction == "store" else self.workers:
             submit(worker, self.number, direction, blocks, spec)

@@ -20,7 +20,7 @@ class Model:
     ready: set[int] = field(default_factory=set)  # keys
     holders: Counter[int] = field(default_factory=Counter)  # of a page
     content: dict[int, int] = field(default_factory=dict)  # page to the key that was written there
-    places: list[int] = field(default_factory=list)  # keys, those that go first first
+    places: list[int] = field(default_factory=list)  # keys, in the order of eviction
     placed_held: set[int] = field(default_factory=set)  # keys that got their place while held
 
     @property

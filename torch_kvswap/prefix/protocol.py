@@ -47,8 +47,8 @@ class Op(IntEnum):
     LOOKUP = 3
     # Number, keys. Holds all keys, or none; this is a use. The answer: their pages, or nothing.
     LOAD = 4
-    # Number, keys of the only group. Holds those that are ready. The answer: the page of each key,
-    # or its KeyState.
+    # Number, keys. Holds the keys that are ready, under this number. The answer: for each key its
+    # page, or its KeyState. Only for a server with one group.
     HOLD = 5
     # Number, lease, keys. Lends a page for each key that has none. These are pending until END says
     # with this number how their store has ended. A lease that is not 0 is the number under which

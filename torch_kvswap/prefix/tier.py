@@ -406,7 +406,7 @@ class Tier:
             self._delete(ask.resets, group, [keys[place] for place in rejected])
 
     def _fill(self, ask: _Ask, group: int, keys: list[bytes], pages: list[int]) -> list[int]:
-        """Reads pages. Returns the places of those that did not come, or are damaged."""
+        """Reads pages. Returns the indices of the pages that are missing or damaged."""
         form, views = self._formats[group], self._views(group, pages)
         trailers = _zeros(form.trailer_bytes, len(keys))
         names = form.names(keys, self._suffix(ask.resets))
