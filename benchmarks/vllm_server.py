@@ -138,7 +138,7 @@ def _counted(name: str) -> float:
     from prometheus_client import REGISTRY
 
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
-    return sum(sample.value for sample in samples if sample.name == name)
+    return float(sum(sample.value for sample in samples if sample.name == name))
 
 
 def _sampling(output: int) -> Any:
