@@ -55,8 +55,7 @@ class HostBlockManager(BlockManager):
                 seq.num_cached_tokens = num_cached_blocks * self.block_size
         self.prefixes.manager.touch(seq.keys[: seq.on_gpu])
         self.prefixes.manager.order(seq.keys[:num_cached_blocks], renew=True)
-        if (held := vars(seq).pop("held", None)) is not None:
-            self.prefixes.release(held)  # the load keeps what it reads
+        seq.held = None  # the load keeps what it reads
 
     def publish(self, seq: Any, loaded: slice) -> None:
         """Lets other requests use blocks that were loaded. They continue the GPU's own hashes."""
@@ -92,7 +91,7 @@ class HostScheduler(Scheduler):
     def preempt(self, seq: Any) -> None:
         if keys := self.block_manager.keys_of(seq):
             blocks = seq.block_table[: len(keys)]
-            seq.held = self.block_manager.prefixes.preempt(keys, blocks)  # None: no room
+            seq.held = self.block_manager.prefixes.store(keys, blocks, hold=True).lease
         super().preempt(seq)
 
     def postprocess(self, seqs: list[Any], token_ids: list[int], is_prefill: bool) -> None:

@@ -238,9 +238,9 @@ class PyBlockManager {
     return made;
   }
 
-  template <bool kLeases, bool kForCache>
-  std::optional<Reservation> prepare_store(nb::handle keys) {
-    return reserve(keys, kLeases, kForCache, {});
+  template <bool kForCache>
+  std::optional<Reservation> prepare_store(nb::handle keys, nb::handle hold) {
+    return reserve(keys, read_switch("hold", hold), kForCache, {});
   }
   std::optional<Reservation> promote(nb::handle keys, uint64_t resets) {
     return reserve(keys, false, true, resets);
@@ -454,8 +454,8 @@ Attributes:
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages.
     evicted (list[int]): the pages whose blocks were evicted for it, in the order of eviction.
-    lease (Reservation | None): from preempt(): holds the blocks of all keys. To end the hold, pass
-        it to complete().)")
+    lease (Reservation | None): of prepare_store(hold=True): holds the blocks of all keys. To end
+        the hold, pass it to complete().)")
       .def(
           "__init__",
           [](Reservation* self, int64_t id, const PyEndedPages& ended, bool is_load) {
@@ -527,8 +527,10 @@ Args:
 
 Returns:
     Reservation | None: None, with nothing held, if a block is not ready.)")
-      .def("prepare_store", &PyBlockManager::prepare_store<false, false>, "keys"_a.none(),
-           nb::sig("def prepare_store(self, keys: " KEYS ") -> Reservation | None"),
+      .def("prepare_store", &PyBlockManager::prepare_store<false>, "keys"_a.none(), nb::kw_only(),
+           "hold"_a.none() = false,
+           nb::sig("def prepare_store(self, keys: " KEYS
+                   ", *, hold: bool = False) -> Reservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -536,26 +538,13 @@ evicted.
 
 Args:
     keys: keys of a prompt's blocks, in order.
+    hold (bool): store_threshold does not count, and the `lease` of the reservation holds the
+        blocks of all keys, also after the store. complete(reservation.lease) ends the hold.
 
 Returns:
     Reservation | None: None, with nothing changed, if there is not enough room. Its `evicted`
         lists the pages whose blocks were evicted for it, in that order, of all groups one
         after another.
-
-Raises:
-    ValueError: a key occurs twice.)")
-      .def("preempt", &PyBlockManager::prepare_store<true, false>, "keys"_a.none(),
-           nb::sig("def preempt(self, keys: " KEYS ") -> Reservation | None"),
-           R"(prepare_store() for a preempted request, with a hold on the blocks of all keys.
-
-Ignores store_threshold. complete(reservation.lease) ends the hold; to restore the request, call
-prepare_load() before it.
-
-Args:
-    keys: keys of all blocks of the request.
-
-Returns:
-    Reservation | None: None, with nothing changed, if there is not enough room.
 
 Raises:
     ValueError: a key occurs twice.)")
@@ -570,7 +559,7 @@ Stored blocks become ready, loaded blocks can be evicted again. Rejected blocks 
 forgotten: a lookup finds only the blocks before them.
 
 Args:
-    reservation (Reservation): from prepare_load(), prepare_store() or preempt().
+    reservation (Reservation): from prepare_load() or prepare_store().
     rejected (Sequence[int]): ascending positions in reservation.pages (all groups one after
         another) of the pages with a block in `Result.rejected`.
 
@@ -585,7 +574,7 @@ Raises:
 Its blocks are forgotten; after a failed load because their pages may be invalid.
 
 Args:
-    reservation (Reservation): from prepare_load(), prepare_store() or preempt().
+    reservation (Reservation): from prepare_load() or prepare_store().
 
 Raises:
     ValueError: the reservation has already ended.)")
@@ -627,8 +616,10 @@ Raises:
            nb::sig("def _lookup(self, keys: list[bytes], *, again: bool = False, hold: bool = "
                    "False) -> torch_kvswap.prefix.manager.Lookup"))
       .def("_prepare_load", &PyBlockManager::hold<true, true>, "keys"_a)
-      .def("_prepare_store", &PyBlockManager::prepare_store<false, true>, "keys"_a)
-      .def("_preempt", &PyBlockManager::prepare_store<true, true>, "keys"_a)
+      .def("_prepare_store", &PyBlockManager::prepare_store<true>, "keys"_a, nb::kw_only(),
+           "hold"_a = false,
+           nb::sig("def _prepare_store(self, keys: list[bytes], *, hold: bool = False) -> "
+                   "Reservation | None"))
       .def("_hold", &PyBlockManager::hold<false, true>, "keys"_a)
       .def("_promote", &PyBlockManager::promote, "keys"_a, "resets"_a)
       .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)

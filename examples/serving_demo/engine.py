@@ -26,7 +26,7 @@ class Request:
         tokens (list[int]): the prompt, and the tokens generated so far.
         computed (int): tokens at the front that have keys and values, on the GPU or held.
         blocks (list[int]): its GPU blocks; none while it waits.
-        held (Preempted | None): what keeps its blocks on the host.
+        held (Reservation | None): keeps the blocks of a preempted request on the host.
         load (Job | None): the model must wait for this load.
         was_asked (bool): its prefix was looked up before.
         first_token (float): when its first token was there, as of time.perf_counter().
@@ -37,7 +37,7 @@ class Request:
     tokens: list[int] = field(init=False)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    held: kvs.prefix.Preempted | None = None
+    held: kvs.prefix.Reservation | None = None
     load: kvs.Job | None = None
     was_asked: bool = False
     first_token: float = 0.0
@@ -143,7 +143,7 @@ class Engine:
         self.preemptions += 1
         if self.prefixes is not None:
             keys = self.hasher.request_keys(request.tokens[: request.computed])
-            request.held = self.prefixes.preempt(keys, request.blocks[: len(keys)])
+            request.held = self.prefixes.store(keys, request.blocks[: len(keys)], hold=True).lease
         if request.held is None:  # the host has no room
             self.forget(request)
         self.wait_again(request)
@@ -151,13 +151,13 @@ class Engine:
     def resume(self, request: Request) -> bool:
         """Loads a preempted request. False: its store has not been reported yet."""
         assert self.prefixes is not None
-        assert request.held is not None
-        blocks = request.blocks[: self.model.blocks_for(request.computed)]
-        state, job = self.prefixes.resume(request.held, blocks, tag=request)
-        if state == "pending":
+        keys = self.hasher.request_keys(request.tokens[: request.computed])
+        is_pending = self.prefixes.lookup(keys, again=True).pending > 0
+        request.load = self.prefixes.load(keys, request.blocks[: len(keys)], tag=request)
+        if request.load is None and is_pending:
             return False
-        request.held, request.load = None, job
-        if state == "loaded":
+        request.held = None  # the load keeps what it reads
+        if request.load is not None:
             return True
         self.forget(request)
         return self.load_prefix(request)

@@ -73,11 +73,15 @@ def test_prompts_come_back_from_the_host(engine: Engine) -> None:
 
 def test_preempted_requests_keep_their_blocks() -> None:
     engine = Engine(num_blocks=20)
-    held, preempt = list[Any](), engine.prefixes.preempt
-    engine.prefixes.preempt = lambda *of: held.append(preempt(*of)) or held[-1]  # type: ignore
+    stored, store = list[Any](), engine.prefixes.store
+    engine.prefixes.store = lambda *of, **how: (
+        stored.append((store(*of, **how), how)) or stored[-1][0]
+    )
     assert engine.serve(PROMPTS) == answers(PROMPTS)
+    held = [of for of, how in stored if how]
     assert held
-    assert None not in held
+    assert all(of.lease is not None for of in held)
+    del held, stored[:]
     assert engine.loaded > 0
     engine.prefixes.synchronize()
     engine.prefixes.poll()

@@ -368,7 +368,7 @@ CALLS: dict[str, Callable[[BlockManager], Any]] = {
     "lookup": lambda manager: manager._lookup([["a", "b"]], again=True, hold=True).lease,
     "prepare_load": lambda manager: manager.prepare_load(["a", "b"]),
     "prepare_store": lambda manager: manager.prepare_store(["a", "c", "d"]),
-    "preempt": lambda manager: manager.preempt(["a", "c", "d"]),
+    "hold": lambda manager: manager.prepare_store(["a", "c", "d"], hold=True),
     "promote": lambda manager: manager._promote([["a", "c", "d"]], manager.resets),
     "hold_due": lambda manager: manager._hold_due(2, 0),
 }

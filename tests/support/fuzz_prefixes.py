@@ -137,22 +137,17 @@ class Server:
         blocks = self.free_blocks(len(keys) * self.per_page)
         if not blocks or not self.write(blocks, self.rows(keys)):
             return
-        preempts = len(self.held) < 2 and self.rng.random() < 0.3
-        passed = self.named(keys), self.passed(blocks)
-        job = None
+        holds = len(self.held) < 2 and self.rng.random() < 0.3
         try:
-            if preempts:
-                answer = self.prefixes.preempt(*passed)
-                if answer is not None:
-                    # The blocks were free, so that no other store reads them.
-                    (job,) = answer.jobs or [None]
-                    self.held.append((answer, keys, job and job.id))
-            else:
-                state, job = self.prefixes.store(*passed)
-                self.counts[state] += 1
+            state, job, lease = self.prefixes.store(
+                self.named(keys), self.passed(blocks), hold=holds
+            )
         except RuntimeError:
             assert self.device.faults()[0]
             return
+        self.counts[state] += not holds
+        if lease is not None:
+            self.held.append((lease, keys, job and job.id))
         if job is not None:
             self.jobs[job.id] = job, blocks, _nothing
 
@@ -182,10 +177,10 @@ class Server:
         return True
 
     def release(self) -> None:
-        """Ends a preemption, whose blocks must be there until then."""
+        """Ends a hold, whose blocks must be there until then."""
         if not self.held:
             return
-        preempted, keys, number = self.held.pop(self.rng.randrange(len(self.held)))
+        lease, keys, number = self.held.pop(self.rng.randrange(len(self.held)))
         if number is not None and number in self.jobs:
             self.wait(self.jobs[number][0])
         self.poll()
@@ -193,15 +188,12 @@ class Server:
         is_sure = not self.has_below and not set(self.states.values()) - {"done"}
         if is_sure and number not in self.jobs:
             found = self.prefixes.lookup(self.named(keys))
-            assert found.found == len(keys), f"{keys} were preempted, but are {found}"
-        assert self.prefixes.release(preempted)
-        assert not self.prefixes.release(preempted)
+            assert found.found == len(keys), f"{keys} are held, but {found}"
+        assert lease.let_go()
 
     def reset(self) -> None:
         """The weights change."""
         self.prefixes.manager.reset()
-        for preempted, _, _ in self.held:
-            assert self.prefixes.release(preempted)
         self.held.clear()
         self.change_contents()
         self.counts["resets"] += 1

@@ -157,24 +157,20 @@ def examples_of(page):
 
 @pytest.mark.parametrize("becomes", ["loaded", "pending", "lost"])
 def test_the_preemption_example_runs_without_a_gpu(becomes, monkeypatch):
-    preempt, resume = (
-        next(code for code in examples_of("prefixes.md") if f"prefixes.{call}(" in code)
-        for call in ("preempt", "resume")
-    )
+    preempt, resume = (code for code in examples_of("prefixes.md") if "held" in code)
     rows = torch.arange(18)[:, None].repeat(1, 5)
     gpu = kvs.PagedLayout([rows])
     hasher = kvs.PrefixHasher("my-model", "bfloat16", block_tokens=16)
     with kvs.PrefixCache(gpu, kvs.HostPool(gpu, num_pages=7)) as prefixes:
         names = {"prefixes": prefixes, "hasher": hasher, "tokens": list(range(100))}
         exec(preempt, names)
-        assert prefixes.preempt(["other"], [0]) is None
+        assert prefixes.store(["other"], [0]).state == "full"
         if becomes == "pending":
             monkeypatch.setattr(prefixes, "poll", lambda: [])
         if becomes == "lost":
             prefixes.manager.reset()
         exec(resume, names)
-        assert names["resumed"].state == becomes
-        assert (names["resumed"].job is not None) == (becomes == "loaded")
+        assert (names["job"] is not None) == (becomes == "loaded")
         first = 4 if becomes == "loaded" else 11
         assert rows[11:, 0].tolist() == list(range(first, first + 7))
-        assert prefixes.release(names["held"]) == (becomes == "pending")
+        assert names["held"].lease.is_held == (becomes == "pending")

@@ -187,7 +187,7 @@ def test_memory_not_waited_for_is_never_freed(is_interrupted: bool) -> None:
 CALLS: dict[str, Callable[[PrefixCache], object]] = {
     "store": lambda prefixes: prefixes.store([b"a" * 32, b"b" * 32], [0, 1]),
     "load": lambda prefixes: prefixes.load([b"a" * 32], [2]),
-    "preempt": lambda prefixes: prefixes.preempt([b"c" * 32], [3]),
+    "hold": lambda prefixes: prefixes.store([b"c" * 32], [3], hold=True),
     "poll": lambda prefixes: prefixes.poll(),
 }
 
@@ -205,8 +205,7 @@ def test_a_prefix_cache_works_after_any_interrupted_call(call: str, when: str) -
             prefixes.rebind(make_layout(2 * BLOCKS))
         interrupted = interrupter.stops(at, partial(CALLS[call], prefixes))
         check_that_it_works(prefixes)
-        if call != "preempt":  # nobody may have its lease
-            assert_no_page_is_held(prefixes)
+        assert_no_page_is_held(prefixes)
         prefixes.close()
         if not interrupted:
             break
@@ -219,7 +218,7 @@ def assert_no_page_is_held(prefixes: PrefixCache) -> None:
 
 
 def check_that_it_works(prefixes: PrefixCache) -> None:
-    """Stores the last block, loads it into the first one, and preempts it."""
+    """Stores the last block, loads it into the first one, and holds it."""
     (rows,) = prefixes.layouts[0].tensors
     last = len(rows) - 1
     assert all(result.ok for result in prefixes.poll())
@@ -228,10 +227,10 @@ def check_that_it_works(prefixes: PrefixCache) -> None:
     assert prefixes.load([b"z" * 32], [0]) is not None
     assert [result.ok for result in prefixes.poll()] == [True]
     assert rows[0].eq(last).all()
-    preempted = prefixes.preempt([b"z" * 32], [last])
-    assert preempted is not None
-    assert preempted.jobs == []
-    assert prefixes.release(preempted)
+    held = prefixes.store([b"z" * 32], [last], hold=True)
+    assert held.state == "present"
+    assert held.lease is not None
+    assert held.lease.let_go()
 
 
 def test_a_rejected_submission_keeps_nothing() -> None:

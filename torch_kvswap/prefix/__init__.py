@@ -2,13 +2,13 @@
 
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
 submit transfers themselves, with what it takes and returns, and that of a server
-(`RemoteManager`); what `store()`, `preempt()`, `resume()` and `below_stats()` return (`Stored`,
-`Preempted`, `Resumed`, `BelowStats`), and the hasher (`PrefixKeys`).
+(`RemoteManager`); what `store()`, `below_stats()` and the hasher return (`Stored`, `BelowStats`,
+`PrefixKeys`).
 """
 
 from torch_kvswap._C import Reservation
 from torch_kvswap.prefix.block_groups import BlockGroup
-from torch_kvswap.prefix.cache import Preempted, Resumed, Stored
+from torch_kvswap.prefix.cache import Stored
 from torch_kvswap.prefix.hashing import PrefixKeys
 from torch_kvswap.prefix.manager import (
     BlockManager,
@@ -24,10 +24,8 @@ __all__ = [
     "BlockManager",
     "BlockStats",
     "Lookup",
-    "Preempted",
     "PrefixKeys",
     "RemoteManager",
     "Reservation",
-    "Resumed",
     "Stored",
 ]

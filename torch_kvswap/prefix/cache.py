@@ -51,38 +51,13 @@ class Stored(NamedTuple):
             them for an earlier call; "full" if there is not enough room, so that no block is
             stored.
         job (Job | None): the copy, if the state is "storing".
+        lease (Reservation | None): with hold=True, unless the state is "full": keeps the blocks of
+            all keys on the host until its let_go(), or until it is dropped.
     """
 
     state: Literal["storing", "present", "full"]
     job: Job | None = None
-
-
-class Resumed(NamedTuple):
-    """The state of a preempted request, from PrefixCache.resume().
-
-    Attributes:
-        state (str): "loaded", "pending" or "lost".
-        job (Job | None): the load, if the state is "loaded".
-    """
-
-    state: Literal["loaded", "pending", "lost"]
-    job: Job | None
-
-
-class Preempted(NamedTuple):
-    """A preempted request, from PrefixCache.preempt(); ends with resume() or release().
-
-    Attributes:
-        jobs (list[Job]): the jobs that still use the GPU blocks: earlier stores and loads, and the
-            new store unless the host has all blocks. The GPU blocks must not change until these
-            have ended.
-        lease (Reservation): keeps the blocks on the host.
-        keys: the keys that were passed to preempt().
-    """
-
-    jobs: list[Job]
-    lease: Reservation
-    keys: Keys | Sequence[Keys]
+    lease: Reservation | None = None
 
 
 def _check_distinct_pools(pools: Sequence[HostPool]) -> None:
@@ -123,11 +98,6 @@ def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
         handler.close()
         manager._session.close()
         manager._pools.close()
-
-
-def _check_preempted(preempted: object) -> None:
-    if not isinstance(preempted, Preempted):
-        raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
 
 
 class PrefixCache(NotCopyable):
@@ -400,6 +370,7 @@ class PrefixCache(NotCopyable):
         keys: Keys | Sequence[Keys],
         gpu_block_ids: Ids | Sequence[Ids],
         *,
+        hold: bool = False,
         after: After = None,
         tag: object = None,
     ) -> Stored:
@@ -418,6 +389,9 @@ class PrefixCache(NotCopyable):
             gpu_block_ids: the blocks of all keys, each once. Pass -1 for a block that is not on the
                 GPU: a load with `prefix` left it out, or it has left a window. A key with a -1 is
                 not stored.
+            hold (bool): the host keeps the blocks of all keys without a -1 as long as `lease`
+                lives, also those that it has already, or that an earlier call or a second tier is
+                bringing. For a preempted request.
             after, tag: see OffloadHandler.store().
 
         Returns:
@@ -427,14 +401,20 @@ class PrefixCache(NotCopyable):
         """
         prompt = self._reader.read_distinct(keys, gpu_block_ids, self.layouts)
         self._grow()
-        reserved = self.manager._prepare_store(prompt.keys)
-        if reserved is not None and reserved.id:
-            return Stored("storing", self._submit_store(reserved, prompt, after, tag))
-        self._handler._check_options(after)
+        reserved = self.manager._prepare_store(prompt.keys, hold=hold)
+        try:
+            if reserved is not None and reserved.id:
+                job = self._submit_store(reserved, prompt, after, tag)
+                return Stored("storing", job, reserved.lease)
+            self._handler._check_options(after)
+        except BaseException:
+            if reserved is not None and reserved.lease is not None:
+                reserved.lease.let_go()
+            raise
         if reserved is None:
             self._warn_of_no_room(prompt.keys)
             return Stored("full")
-        return Stored("present")
+        return Stored("present", None, reserved.lease)
 
     def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
@@ -452,106 +432,6 @@ class PrefixCache(NotCopyable):
         """
         blocks, _ = self._reader.read_blocks(gpu_block_ids, self.layouts)
         return self._handler.jobs_using(blocks)
-
-    def preempt(
-        self,
-        keys: Keys | Sequence[Keys],
-        gpu_block_ids: Ids | Sequence[Ids],
-        *,
-        after: After = None,
-        tag: object = None,
-    ) -> Preempted | None:
-        """Keeps all blocks of a request on the host until resume() or release().
-
-        Stores those that the host lacks. A block that an earlier call is storing, or that is being
-        read from a second tier, is not stored again; if that fails, the request is lost.
-
-        Args:
-            keys: keys of all blocks of the request, in order. See PrefixHasher.request_keys().
-            gpu_block_ids: GPU blocks of all keys, as in store(). Where one is -1, pass -1 to
-                resume() too.
-            after, tag: see OffloadHandler.store().
-
-        Returns:
-            Preempted | None: None if there is not enough room. Otherwise the host keeps the blocks
-                until release(), until resume() says "loaded" or "lost", or until this object is
-                dropped.
-        """
-        prompt = self._reader.read_distinct(keys, gpu_block_ids, self.layouts)
-        self._handler._check_options(after)
-        self._grow()
-        reserved: Any = self.manager._preempt(prompt.keys)
-        if reserved is None:
-            self._warn_of_no_room(prompt.keys)
-            return None
-        try:
-            started = [self._submit_store(reserved, prompt, after, tag)] if reserved.id else []
-            using = self._handler.jobs_using(prompt.named)
-            jobs = [*(job for job in using if job not in started), *started]
-            return Preempted(jobs, reserved.lease, keys)
-        except BaseException:
-            reserved.lease.let_go()
-            raise
-
-    def resume(
-        self,
-        preempted: Preempted,
-        gpu_block_ids: Ids | Sequence[Ids],
-        *,
-        after: After = None,
-        layer_groups: int | None = None,
-        expedited: bool = False,
-        tag: object = None,
-    ) -> Resumed:
-        """Loads the blocks of a preempted request, if the host has all of them.
-
-        Releases the request if they are loaded or lost. A load that fails later is reported by
-        poll().
-
-        Args:
-            preempted (Preempted): from preempt().
-            gpu_block_ids: a destination for each block, as in load(); -1 where preempt() had it.
-            after, layer_groups, expedited, tag: see OffloadHandler.load().
-
-        Returns:
-            Resumed: "loaded" with the job, which work that uses the blocks must wait for; "pending"
-                if some are still being stored: try again after a later poll(); "lost" if the blocks
-                must be computed again, for example because their store failed.
-
-        Raises:
-            ValueError: the request was resumed or released before. If something else is raised, as
-                by load(), the request stays held.
-        """
-        _check_preempted(preempted)
-        if not preempted.lease.is_held:
-            raise ValueError(
-                "preempted is a request that was resumed or released before; preempt() it again, "
-                "or load() its blocks by their keys"
-            )
-        prompt = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
-        # Before the load: poll() in another thread may end the stores between the two.
-        is_pending = self.manager._lookup(prompt.keys, again=True).pending > 0
-        job = self._load(prompt, after, layer_groups, expedited, tag)
-        if job is None and is_pending:
-            return Resumed("pending", None)
-        self.release(preempted)
-        return Resumed("lost" if job is None else "loaded", job)
-
-    def release(self, preempted: Preempted) -> bool:
-        """Lets the blocks of a preempted request be evicted.
-
-        Args:
-            preempted (Preempted): from preempt().
-
-        Returns:
-            bool: False if they were not held any more.
-
-        Raises:
-            TypeError: preempted is something else.
-        """
-        _check_preempted(preempted)
-        self._handler._native.check_process()
-        return preempted.lease.let_go()
 
     def poll(self, timeout: float | None = 0.0) -> list[Result]:
         """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.

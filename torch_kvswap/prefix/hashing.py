@@ -200,10 +200,10 @@ class PrefixHasher:
         return self._first_keys(tokens, known, -1)
 
     def request_keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
-        """The keys of all blocks of a request, including a partly filled last one: for preempt().
+        """The keys of all blocks of a request, including a partly filled last one.
 
-        As keys(), with one more for a partly filled block. It covers the number of tokens, so it
-        differs from the key of any full block.
+        For a request that is preempted. As keys(), with one more for a partly filled block. It
+        covers the number of tokens, so it differs from the key of any full block.
         """
         return self._first_keys(tokens, known, self.block_tokens - 1)
 

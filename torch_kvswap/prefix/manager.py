@@ -96,7 +96,7 @@ class BlockStats:
             cancelled or not submitted.
         evicted (int): blocks evicted.
         skipped (int): blocks not stored because of store_threshold.
-        refused (int): how often there was no room for blocks to store or preempt, or to read from a
+        refused (int): how often there was no room for blocks to store, or to read from a
             second tier. Such a read tries again with a shorter prefix, and can count several times.
         failed (int): blocks of loads and stores that ended with fail(), whose reservations were
             dropped, or whose GPU or relay was lost; also of stores that were cancelled or not

@@ -105,17 +105,11 @@ class RemoteManager(NotCopyable):
         made.pages = _split(answer, keys)
         return made
 
-    def _preempt(self, keys: list[bytes]) -> RemoteReservation | None:
-        """See BlockManager.preempt()."""
-        return self._prepare_store(keys, is_leased=True)
-
-    def _prepare_store(
-        self, keys: list[bytes], is_leased: bool = False
-    ) -> RemoteReservation | None:
-        """See BlockManager.prepare_store(). is_leased: all pages are held for longer."""
-        session = self._session
+    def _prepare_store(self, keys: list[bytes], *, hold: bool = False) -> RemoteReservation | None:
+        """See BlockManager.prepare_store()."""
+        session, holds = self._session, read_switch("hold", hold)
         made = session.reserve(is_load=False)
-        lease = session.reserve(is_load=True, is_lease=True) if is_leased else None
+        lease = session.reserve(is_load=True, is_lease=True) if holds else None
         numbers = made.id, 0 if lease is None else lease.id
         answer = session.ask(pack_keys(Op.RESERVE, numbers, keys))
         if answer is None:

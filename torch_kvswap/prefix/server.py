@@ -519,9 +519,8 @@ class PageServer:
     def _on_reserve(self, session: _Session, numbers: array[int], data: bytes) -> None:
         number, lease, *counts = numbers.tolist()
         of_groups = self._keys(counts, data)
-        call = self._manager._preempt if lease else self._manager._prepare_store
         try:
-            store = call(of_groups)
+            store = self._manager._prepare_store(of_groups, hold=bool(lease))
         except ValueError as error:  # a key occurs twice
             return session.refuse(error)
         if store is None:

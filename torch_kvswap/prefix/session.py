@@ -48,7 +48,7 @@ class RemoteReservation(native.Reservation):
 
     Attributes:
         pages (list[np.ndarray]), key_indices (list[np.ndarray]): of each group; indices of a store.
-        lease (RemoteReservation | None): of preempt().
+        lease (RemoteReservation | None): of a store with hold=True.
         answers (list[int]): of a scheduler: the page of each key, or its KeyState.
     """
 

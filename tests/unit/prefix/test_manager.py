@@ -289,7 +289,7 @@ def test_errors_say_what_was_wrong():
     of_rejected = [error_text(manager.complete, store, some) for some in (1, [2], [-1], [0, 0])]
     manager.complete(store)
     assert manager.lookup(["a", "b"]).ready == 2
-    held = manager.preempt(["a"])
+    held = manager.prepare_store(["a"], hold=True)
     errors = [
         error_text(BlockManager, "4"),
         error_text(BlockManager, 0),

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_only_calls_with_many_keys_release_the_gil() -> None:
             note("end of a store", manager.complete, kept[-1])
             note("touch", manager.touch, keys)
             note("order", manager.order, keys)
-            note("preempt", manager.preempt, keys)
+            note("hold", partial(manager.prepare_store, hold=True), keys)
             note("release", manager.complete, kept[-1].lease)
             note("prepare_load", manager.prepare_load, keys)
             note("end of a load", manager.fail, kept[-1])

@@ -86,7 +86,7 @@ class Machine(RuleBasedStateMachine):
     @rule(keys=lists, keep=st.booleans())
     def store(self, keys: list[int], keep: bool) -> None:
         fits = self.model.fits(keys)
-        store = self.manager.preempt(keys) if keep else self.manager.prepare_store(keys)
+        store = self.manager.prepare_store(keys, hold=keep)
         assert (store is not None) == fits
         if store is None:
             return

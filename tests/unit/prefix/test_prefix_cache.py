@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from bf16_cache import Bf16Cache
 from drained import drain
 from error_text import error_text
 from expecttest import assert_expected_inline
+from held_requests import resume
 from host_pools import in_chunks
 from logged import logged
 from patience import PATIENCE, in_time
@@ -75,7 +77,7 @@ def test_a_caller_who_never_polls_is_warned_once(polls):
             prefixes.poll()
         for first in range(0, 3 * PAGES, 2):
             prefixes.store([f"{first}", f"{first + 1}"], [0, 1])
-        assert prefixes.preempt(["a"], [2]) is None
+        assert prefixes.store(["a"], [2], hold=True).state == "full"
         assert len(messages) == (not polls)
         assert polls or f"poll() was never called, and all {PAGES} pages" in messages[0]
 
@@ -110,7 +112,7 @@ def test_after_is_checked_without_a_copy():
             error_text(prefixes.load, ["x"], [1], layer_groups=0),
             error_text(prefixes.load, ["x"], [1], after=object()),
             error_text(prefixes.store, ["a"], [1], after=object()),
-            error_text(prefixes.preempt, ["a"], [1], after=object()),
+            error_text(prefixes.store, ["a"], [1], hold=True, after=object()),
         ]
         assert prefixes.manager.stats().idle_pages == 1
     of_after = (
@@ -130,7 +132,7 @@ def test_a_preemption_that_cannot_be_submitted_holds_nothing():
         prefixes.poll()
         tensor.data = tensor.clone()
         with pytest.raises(RuntimeError, match="has moved"):
-            prefixes.preempt(["a", "b"], [1, 2])
+            prefixes.store(["a", "b"], [1, 2], hold=True)
         stats = prefixes.manager.stats()
         assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
 
@@ -177,7 +179,7 @@ def test_a_closed_pool_is_named_not_its_handler() -> None:
             else "the prefix cache is closed; make a new one"
         )
         assert error_text(prefixes.lookup, ["a"]) == f"RuntimeError: {expected}"
-        for call in (prefixes.store, prefixes.load, prefixes.preempt):
+        for call in (prefixes.store, prefixes.load):
             assert error_text(call, ["a"], [1]) == f"RuntimeError: {expected}"
 
 
@@ -258,7 +260,6 @@ def test_keys_of_other_block_sizes_are_refused() -> None:
             prefixes.lookup,
             lambda keys: prefixes.load(keys, [[0, 1, 2, 3], [0, 1, 2, 3]]),
             lambda keys: prefixes.store(keys, [[0, 1, 2, 3], [0, 1, 2, 3]]),
-            lambda keys: prefixes.preempt(keys, [[0, 1, 2, 3], [0, 1, 2, 3]]),
         ):
             with pytest.raises(
                 ValueError, match=r"^keys\[1\] stand for 2 tokens each, but block_t"
@@ -274,10 +275,10 @@ def test_keys_of_other_block_sizes_are_refused() -> None:
 def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str]) -> None:
     prefixes, _ = make()
     with prefixes:
-        prefixes.preempt(["a", "b"], [0, 1])
+        prefixes.store(["a", "b"], [0, 1])
         prefixes.poll()
         before = prefixes.manager.stats()
-        for call in (prefixes.store, prefixes.preempt):
+        for call in (prefixes.store, partial(prefixes.store, hold=True)):
             with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 999; there are 16 GPU"):
                 call(keys, [0, 999])
             with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\] is -2; there are 16 GPU"):
@@ -301,7 +302,6 @@ def test_a_prefix_cache_starts_during_pinning(driver: Driver) -> None:
         prefixes = PrefixCache(layout, pool)
         names = [f"{number}" for number in range(13)]
         assert prefixes.store(names[:9], list(range(9))).state == "full"  # by one page
-        assert prefixes.preempt(names[:9], list(range(9))) is None
         prefixes.synchronize(prefixes.store(names[:8], list(range(8))).job)
         prefixes.poll()
         prefixes.synchronize(
@@ -311,10 +311,8 @@ def test_a_prefix_cache_starts_during_pinning(driver: Driver) -> None:
         prefixes.poll()
         steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
-        held = prefixes.preempt(names[9:], [9, 10, 11, 12])
-        prefixes.synchronize(held.jobs)
+        prefixes.synchronize(prefixes.store(names[9:], [9, 10, 11, 12]).job)
         prefixes.poll()
-        assert prefixes.release(held)
         stats = prefixes.manager.stats()
         assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
         blocks, kept = [*range(7), *range(8, 13)], rows.clone()
@@ -440,8 +438,7 @@ def test_a_block_is_stored_for_one_key():
             "ValueError: gpu_block_ids[1] and gpu_block_ids[3] are both 2, but no block has the\n"
             "contents of two; pass -1 for blocks that are not on the GPU"
         )
-        for call in prefixes.store, prefixes.preempt:
-            assert error_text(call, ["a", "b", "c", "d"], [1, 2, 3, 2]) == twice
+        assert error_text(prefixes.store, ["a", "b", "c", "d"], [1, 2, 3, 2]) == twice
         assert error_text(pages.store, ["a", "b"], [1, 2, 3, 2]) == twice
         keys = [["a", "b", "c"], ["A", "B", "C"]]
         assert "gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 0" in error_text(
@@ -471,11 +468,9 @@ def test_keys_without_gpu_block_are_left_out(per_page: int) -> None:
             expected[of_page] = torch.arange(BLOCKS)[of_page]
         assert tensor[:, 0].tolist() == expected.tolist()
         prefixes.poll()
-        held = prefixes.preempt(["x", *keys[1:]], blocks)
-        assert held is not None
-        assert held.jobs == []  # the host has the two blocks that are on the GPU
+        held = prefixes.store(["x", *keys[1:]], blocks, hold=True)
+        assert held.state == "present"  # the host has the two blocks that are on the GPU
         assert prefixes.manager.stats().idle_pages == 0
-        assert prefixes.release(held)
 
 
 def test_a_load_needs_all_blocks_of_its_prefix() -> None:
@@ -532,8 +527,7 @@ def test_a_request_ending_inside_a_unit_is_pending(other: BlockGroup, blocks: li
         keys = [["a", "b", "part"], [f"of {at}" for at in range(len(blocks))]]
         prefixes.store([its[:2] for its in keys], [[0, 1], blocks[:2]])
         prefixes.poll()
-        held = prefixes.preempt(keys, [[0, 1, 2], blocks])
-        assert held is not None
+        prefixes.store(keys, [[0, 1, 2], blocks], hold=True)
         for layout in layouts:
             layout.tensors[0].zero_()
         assert prefixes.load(keys, [[0, 1, 2], blocks]) is None
@@ -547,83 +541,69 @@ def test_a_request_ending_inside_a_unit_is_pending(other: BlockGroup, blocks: li
             ]
 
 
-def test_a_held_request_is_resumed_once_or_lost() -> None:
+def test_a_held_request_is_loaded_or_lost() -> None:
     prefixes, tensor = make()
     with prefixes:
-        held = prefixes.preempt(["a", "b"], [1, 2])
-        assert held is not None
-        with pytest.raises(IndexError):
-            prefixes.resume(held, [5, BLOCKS])
-        assert prefixes.resume(held, [8, 9]) == ("pending", None)
+        held = prefixes.store(["a", "b"], [1, 2], hold=True)
+        assert resume(prefixes, held, ["a", "b"], [8, 9]) == "pending"
         prefixes.poll()
-        state, job = prefixes.resume(held, [8, 9], tag="mine")
-        assert (state, job and job.tag) == ("loaded", "mine")
+        assert prefixes.manager.stats().idle_pages == 0
+        assert resume(prefixes, held, ["a", "b"], [8, 9]) == "loaded"
         assert tensor[8:10, 0].tolist() == [1, 2]
-        assert not prefixes.release(held)
-        with pytest.raises(ValueError, match="resumed or released before"):
-            prefixes.resume(held, [10, 11])
-        assert tensor[10:12, 0].tolist() == [10, 11]
-        again = prefixes.preempt(["a", "b"], [8, 9])
-        assert again is not None
-        prefixes.manager.reset()
-        assert prefixes.resume(again, [8, 9]) == ("lost", None)
-        assert not prefixes.release(again)
         prefixes.poll()
-        stats = prefixes.manager.stats()
-        assert stats.free_pages + stats.idle_pages == PAGES
+        assert prefixes.manager.stats().idle_pages == 2
+        held = prefixes.store(["a", "b"], [8, 9], hold=True)
+        prefixes.manager.reset()
+        assert resume(prefixes, held, ["a", "b"], [8, 9]) == "lost"
+        assert prefixes.manager.stats().free_pages == PAGES
 
 
-def test_a_dropped_preemption_is_released() -> None:
+def test_a_dropped_lease_ends_its_hold() -> None:
     prefixes, _ = make()
     with prefixes:
-        held = prefixes.preempt(["a", "b"], [1, 2])
-        assert held is not None
+        held = prefixes.store(["a", "b"], [1, 2], hold=True)
         prefixes.poll()
         assert prefixes.manager.stats().idle_pages == 0
         del held
         assert prefixes.manager.stats().idle_pages == 2
 
 
-def test_a_poll_during_resume_leaves_it_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_store_holds_nothing() -> None:
     prefixes, _ = make()
     with prefixes:
-        held = prefixes.preempt(["a", "b"], [1, 2])
-        assert held is not None
-        load = prefixes._load
-
-        def load_and_poll(*args: Any, **named: Any) -> Any:
-            job = load(*args, **named)
-            prefixes.poll()  # as another thread may
-            return job
-
-        monkeypatch.setattr(prefixes, "_load", load_and_poll)
-        assert prefixes.resume(held, [8, 9]).state == "pending"
-        assert prefixes.resume(held, [8, 9]).state == "loaded"
-
-
-def test_a_request_without_first_block_is_loaded() -> None:
-    prefixes, tensor = make()
-    with prefixes:
-        held = prefixes.preempt(["a", "b", "c"], [-1, 1, 2])
-        assert held is not None
-        assert prefixes.resume(held, [-1, 8, 9]).state == "pending"
+        prefixes.store(["a"], [1])
         prefixes.poll()
-        assert prefixes.resume(held, [-1, 8, 9]).state == "loaded"
+        for keys, how in (["a"], {"after": object()}), (["a", "b"], {"after": object()}):
+            with pytest.raises(TypeError) as error:
+                prefixes.store(keys, [1, 2][: len(keys)], hold=True, **how)
+            assert prefixes.manager.stats().idle_pages == 1
+            del error
+        with pytest.raises(TypeError, match="hold"):
+            prefixes.store(["a"], [1], hold=1)  # type: ignore[arg-type]
+
+
+def test_a_request_that_left_its_window_is_loaded() -> None:
+    tensor = torch.arange(float(BLOCKS))[:, None].repeat(1, 4)
+    layout = PagedLayout([tensor])
+    groups = [BlockGroup(PAGES, window_tokens=3)]
+    with PrefixCache([layout], [HostPool(layout, PAGES)], groups) as prefixes:
+        keys = [["a", "b", "c"]]
+        held = prefixes.store(keys, [[-1, 1, 2]], hold=True)
+        assert resume(prefixes, held, keys, [[-1, 8, 9]]) == "pending"
+        prefixes.poll()
+        assert resume(prefixes, held, keys, [[-1, 8, 9]]) == "loaded"
         assert tensor[8:10, 0].tolist() == [1, 2]
 
 
 def test_no_call_works_in_a_forked_child() -> None:
     prefixes, _ = make()
     with prefixes:
-        held = prefixes.preempt(["a"], [1])
         calls = [
             lambda: prefixes.lookup(["a"]),
             lambda: prefixes.load(["a"], [2]),
             lambda: prefixes.store(["a"], [1]),
             lambda: prefixes.jobs_using([1]),
             lambda: prefixes.jobs_using([]),
-            lambda: prefixes.preempt(["b"], [3]),
-            lambda: prefixes.release(held),
             lambda: prefixes.poll(),
         ]
         refused = "RuntimeError: this "
@@ -646,7 +626,6 @@ def test_errors_say_what_was_wrong():
             error_text(PrefixCache, [layout], [pool], 4),
             error_text(several.store, [["a"]], [[1], [2]]),
             error_text(prefixes.jobs_using, [-2]),
-            error_text(prefixes.release, 5),
             error_text(copy.copy, prefixes),
         ]
     assert_expected_inline(
@@ -661,7 +640,6 @@ ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group, an e
 for a group without blocks
 IndexError: gpu_block_ids[0] is -2; there are 16 GPU blocks, 0 to 15, and -1 is a block
 that is not on the GPU
-TypeError: preempted is an int; pass what preempt() returned
 TypeError: PrefixCache cannot be copied or pickled: it owns memory of this process; pass
 it by reference, or make another one""",
     )
@@ -711,14 +689,12 @@ def test_missing_blocks_of_a_load_are_forgotten():
         assert prefixes.manager.stats().idle_pages == 2
 
 
-def test_a_preemption_with_an_overflowing_block_is_lost():
+def test_a_held_request_with_an_overflow_is_lost():
     prefixes, _ = make_encoded(kinds=["normal", None, "normal"])
     with prefixes:
-        held = prefixes.preempt(["a", "b", "c"], [0, 1, 2])
+        held = prefixes.store(["a", "b", "c"], [0, 1, 2], hold=True)
         prefixes.poll()
-        assert prefixes.load(["a", "b", "c"], [8, 9, 10]) is None
-        assert prefixes.lookup(["a", "b", "c"], again=True).pending == 0
-        assert prefixes.release(held)
+        assert resume(prefixes, held, ["a", "b", "c"], [8, 9, 10]) == "lost"
         stats = prefixes.manager.stats()
         assert (stats.idle_pages, stats.free_pages) == (2, 4)
 

@@ -22,11 +22,10 @@ def test_reused_blocks_wait_for_their_stores(driver: Driver) -> None:
         assert prefixes.jobs_using([2]) == first
         assert prefixes.jobs_using([1, -1]) == first
         assert prefixes.jobs_using([4]) == []
-        held = prefixes.preempt(["x", "b"], [1, 4])
-        assert held is not None
-        assert held.jobs[:-1] == first
-        assert held.jobs[-1].nbytes == gpu.block_bytes
-        assert prefixes.jobs_using([1]) == held.jobs
+        second = prefixes.store(["x", "b"], [1, 4], hold=True).job
+        assert second is not None
+        assert second.nbytes == gpu.block_bytes
+        assert prefixes.jobs_using([1]) == [*first, second]
         assert prefixes.jobs_using([4]) == []  # "b" is on its way from another block
         driver.run()
         assert prefixes.jobs_using([1, 2, 4]) == []
@@ -39,12 +38,10 @@ def test_a_preemption_waits_for_queued_stores(driver: Driver) -> None:
     driver.set_mode("manual")
     with PrefixCache(*cache(driver)) as prefixes:
         store = prefixes.store(["a", "b"], [1, 2]).job
-        held = prefixes.preempt(["a", "b"], [1, 2])
-        assert held is not None
-        assert held.jobs == [store]
-        other = prefixes.preempt(["a", "b"], [3, 4])  # the same contents in other blocks
-        assert other is not None
-        assert other.jobs == []
+        assert prefixes.store(["a", "b"], [1, 2], hold=True).state == "present"
+        assert prefixes.jobs_using([1, 2]) == [store]
+        prefixes.store(["a", "b"], [3, 4], hold=True)  # the same contents in other blocks
+        assert prefixes.jobs_using([3, 4]) == []
         driver.set_mode("immediate")
 
 
@@ -56,9 +53,8 @@ def test_reused_blocks_wait_for_their_loads(driver: Driver) -> None:
         prefixes.poll()
         driver.set_mode("manual")
         load = prefixes.load(["a", "b"], [3, 4])
-        held = prefixes.preempt(["a", "b"], [3, 4])
-        assert held is not None
-        assert held.jobs == [load]  # the host has the blocks, so that no store is made
+        held = prefixes.store(["a", "b"], [3, 4], hold=True)
+        assert held.state == "present"
         assert prefixes.jobs_using([4]) == [load]
         assert prefixes.jobs_using([1]) == []
         driver.set_mode("immediate")
@@ -78,10 +74,12 @@ def test_nothing_reads_blocks_of_a_moved_cache() -> None:
 
 @simulated
 @pytest.mark.parametrize("ending", ["failed", "cancelled", "done"])
-@pytest.mark.parametrize("name", ["store", "preempt"])
-def test_what_unloaded_blocks_computed_is_not_found(driver: Driver, name: str, ending: str) -> None:
+@pytest.mark.parametrize("hold", [False, True])
+def test_what_unloaded_blocks_computed_is_not_found(
+    driver: Driver, hold: bool, ending: str
+) -> None:
     with PrefixCache(*cache(driver)) as prefixes:
-        prefixes.preempt(["a", "b"], [1, 2])
+        prefixes.store(["a", "b"], [1, 2])
         prefixes.poll()
         driver.set_mode("manual")
         if ending == "failed":
@@ -91,8 +89,7 @@ def test_what_unloaded_blocks_computed_is_not_found(driver: Driver, name: str, e
         if ending == "cancelled":
             assert prefixes.cancel(load)
         # The model has computed "c" behind the load.
-        call = getattr(prefixes, name)
-        call(["a", "b", "c"], [5, 6, 7])
+        prefixes.store(["a", "b", "c"], [5, 6, 7], hold=hold)
         driver.set_mode("immediate")
         drain(prefixes)
         results = prefixes.poll()
@@ -100,7 +97,7 @@ def test_what_unloaded_blocks_computed_is_not_found(driver: Driver, name: str, e
         assert prefixes.lookup(["c"]).found == (ending == "done")
         assert prefixes.lookup(["a", "b"]).ready == (0 if ending == "failed" else 2)
         # What is computed after poll() has said so is stored.
-        call(["a", "b", "c"], [5, 6, 7])
+        prefixes.store(["a", "b", "c"], [5, 6, 7], hold=hold)
         prefixes.poll()
         assert prefixes.lookup(["a", "b", "c"]).ready == 3
 

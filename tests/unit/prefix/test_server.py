@@ -19,6 +19,7 @@ import torch
 from below_engine import BLOCK_BYTES, Engine, bytes_of, key_of
 from error_text import error_text
 from expecttest import assert_expected_inline
+from held_requests import resume
 from patience import in_time
 from processes import in_child
 from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_process, serving
@@ -65,13 +66,12 @@ def test_an_idle_engine_ends_its_stores(path: str) -> None:
     with serving(path), ServedEngine(path) as idle, ServedEngine(path) as other:
         keys = list(map(key_of, PROMPT))
         assert idle.hold(PROMPT) is not None
-        held = other.prefixes.preempt(keys, range(8))
-        assert held is not None
-        assert held.jobs == []
-        assert other.prefixes.resume(held, range(32, 40)).state == "pending"
+        held = other.prefixes.store(keys, range(8), hold=True)
+        assert held.state == "present"
+        assert resume(other.prefixes, held, keys, range(32, 40)) == "pending"
         idle.prefixes.synchronize()  # its last call
         other.until(lambda: other.prefixes.lookup(keys).ready == 8)
-        assert other.prefixes.resume(held, range(32, 40)).state == "loaded"
+        assert resume(other.prefixes, held, keys, range(32, 40)) == "loaded"
         assert other.load(PROMPT) == 8
 
 
@@ -110,12 +110,11 @@ def test_a_preemption_keeps_what_earlier_stores_bring(path: str) -> None:
         engine.hold("ab")
         for block, key in enumerate(keys):
             engine.tensor[block] = bytes_of(key)
-        held = engine.prefixes.preempt(keys, range(4))
-        assert held is not None
-        assert engine.prefixes.resume(held, range(32, 36)).state == "pending"
+        held = engine.prefixes.store(keys, range(4), hold=True)
+        assert resume(engine.prefixes, held, keys, range(32, 36)) == "pending"
         engine.prefixes.poll()
         assert other.hold("e") is None
-        assert engine.prefixes.resume(held, range(32, 36)).state == "loaded"
+        assert resume(engine.prefixes, held, keys, range(32, 36)) == "loaded"
         engine.prefixes.poll()
         assert torch.equal(engine.tensor[32:36], torch.stack(list(map(bytes_of, keys))))
         assert other.hold("e") is not None
@@ -123,13 +122,13 @@ def test_a_preemption_keeps_what_earlier_stores_bring(path: str) -> None:
 
 def test_a_preempted_request_holds_pages_after_a_reset(path: str) -> None:
     with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
-        held = engine.prefixes.preempt(list(map(key_of, "abcd")), range(4))
-        assert held is not None
+        keys = list(map(key_of, "abcd"))
+        held = engine.prefixes.store(keys, range(4), hold=True)
         engine.prefixes.poll()
         other.prefixes.manager.reset()
         assert engine.find("abcd") == Lookup(0, 0, 0)
         assert other.pages.free_pages == 0
-        assert engine.prefixes.resume(held, range(4)).state == "lost"
+        assert resume(engine.prefixes, held, keys, range(4)) == "lost"
         engine.prefixes.poll()
         assert other.pages.free_pages == 4
 
@@ -145,7 +144,7 @@ def test_block_manager_calls_reach_the_server(path: str) -> None:
         engine.compute("f")
         assert [other.find([name]).ready for name in "abcef"] == [1, 0, 1, 1, 1]
         with pytest.raises(ValueError, match=r"keys\[1\] is the same key as keys\[0\]"):
-            engine.prefixes.preempt([key_of("g")] * 2, [1, 2])
+            engine.prefixes.store([key_of("g")] * 2, [1, 2], hold=True)
         assert engine.prefixes.store([key_of(name) for name in "uvwxyz"], range(6)).state == "full"
         assert engine.pages.refused == 1
         manager.reset()
@@ -179,15 +178,14 @@ def test_a_preemption_keeps_its_pages_until_resumed(path: str) -> None:
         keys = list(map(key_of, "abcd"))
         for _ in range(2):  # the second one is in memory already
             engine.tensor[:4] = torch.arange(4, dtype=torch.uint8)[:, None]
-            held = engine.prefixes.preempt(keys, [0, 1, 2, 3])
-            assert held is not None
+            held = engine.prefixes.store(keys, [0, 1, 2, 3], hold=True)
+            assert held.lease is not None
             engine.prefixes.poll()
             assert other.hold("e") is None
-            resumed = engine.prefixes.resume(held, [32, 33, 34, 35])
-            assert resumed.state == "loaded"
+            assert resume(engine.prefixes, held, keys, [32, 33, 34, 35]) == "loaded"
             engine.prefixes.poll()
             assert engine.tensor[32:36, 0].tolist() == [0, 1, 2, 3]
-            assert not engine.prefixes.release(held)
+            assert not held.lease.is_held
         assert other.hold("e") is not None
 
 
@@ -362,7 +360,7 @@ def test_a_leaving_engine_ends_what_it_holds(path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine:
         with ServedEngine(path) as other:
             other.compute("ab")
-            assert other.prefixes.preempt([key_of("a")], [0]) is not None
+            assert other.prefixes.store([key_of("a")], [0], hold=True).lease is not None
             other.hold("cd")
         engine.until(lambda: engine.pages.filling_pages == 0)
         assert engine.load("cd") == engine.load("ab") == 2

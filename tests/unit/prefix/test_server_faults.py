@@ -23,6 +23,7 @@ import pytest
 import torch
 from below_engine import bytes_of, key_of
 from error_text import error_text
+from held_requests import resume
 from interrupts import Interrupter
 from logged import logged
 from patience import PATIENCE, in_time
@@ -51,7 +52,7 @@ NOTHING = Lookup(0, 0, 0)
 HOLDS = """
 engine.compute("abcd")
 engine.prefixes.load(list(map(key_of, "ab")), [32, 33])
-held = engine.prefixes.preempt([key_of("c")], [2])
+held = engine.prefixes.store([key_of("c")], [2], hold=True)
 engine.hold("efgh")
 """
 DYING = {
@@ -165,8 +166,8 @@ def test_an_engine_closed_without_connection_keeps_nothing(
     with serving(path), ServedEngine(path) as engine:
         with ServedEngine(path) as other:
             other.compute("abcd")
-            held = other.prefixes.preempt([key_of("c")], [2])
-            assert held is not None
+            held = other.prefixes.store([key_of("c")], [2], hold=True)
+            assert held.lease is not None
             other.prefixes.poll()
             connection: Any = other.session._connection
             connection.shutdown(socket.SHUT_RDWR)
@@ -222,14 +223,13 @@ def test_engines_outlive_a_killed_server(pages: int, path: str) -> None:
     """The next server has fewer pages, as many, or more."""
     with server_process(path) as server, ServedEngine(path) as engine:
         engine.compute(PROMPT)
-        held = engine.prefixes.preempt(KEYS, range(8))
+        held = engine.prefixes.store(KEYS, range(8), hold=True)
         server.kill()
         assert engine.prefixes.lookup(KEYS) == NOTHING
         assert engine.hold("xyz") is None
         assert engine.prefixes.load(KEYS, range(8)) is None
-        assert held is not None
-        assert engine.prefixes.resume(held, range(8)).state == "lost"
-        assert engine.prefixes.preempt(KEYS, range(8)) is None
+        assert resume(engine.prefixes, held, KEYS, range(8)) == "lost"
+        assert engine.prefixes.store(KEYS, range(8), hold=True).state == "full"
         engine.prefixes.manager.touch(KEYS)
         assert (engine.pages.pages, engine.pages.refused) == (0, 2)
         with serving(path, pages):
@@ -245,21 +245,20 @@ def test_engines_outlive_a_killed_server(pages: int, path: str) -> None:
             assert engine.prefixes.pools[0].num_pages == pages
 
 
-def test_an_earlier_servers_preemption_ends_no_other(path: str) -> None:
+def test_an_earlier_servers_lease_ends_no_other(path: str) -> None:
     """Each server is a process, so that both count reservations from the same number on."""
     with server_process(path) as server, ServedEngine(path) as engine:
-        lost = engine.prefixes.preempt(KEYS, range(8))
-        assert lost is not None
+        lost = engine.prefixes.store(KEYS, range(8), hold=True)
         engine.prefixes.poll()
         server.kill()
         assert engine.prefixes.lookup(KEYS) == NOTHING
         with server_process(path):
             engine.until(lambda: engine.is_served)
-            held = engine.prefixes.preempt([key_of("z")], [8])
-            assert held is not None
+            held = engine.prefixes.store([key_of("z")], [8], hold=True)
             engine.prefixes.poll()
-            assert engine.prefixes.resume(lost, range(8)).state == "lost"
-            assert engine.prefixes.release(held)
+            assert resume(engine.prefixes, lost, KEYS, range(8)) == "lost"
+            assert held.lease is not None
+            assert held.lease.let_go()
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -304,8 +303,8 @@ def test_a_hung_server_costs_one_deadline(
     with server_process(path) as server, ServedEngine(path) as engine:
         engine.compute("abcd")
         engine.hold("efgh")
-        held = engine.prefixes.preempt([key_of("z")], [9])
-        assert held is not None
+        held = engine.prefixes.store([key_of("z")], [9], hold=True)
+        assert held.lease is not None
         memory = engine.prefixes.pools[0].pages.data_ptr()
         server.send(signal.SIGSTOP)
         with monkeypatch.context() as patched:
@@ -370,7 +369,7 @@ def test_an_interrupted_call_reserves_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(module, within, interrupt)
             with pytest.raises(KeyboardInterrupt):
-                engine.prefixes.preempt(KEYS, range(8))
+                engine.prefixes.store(KEYS, range(8), hold=True)
         engine.until(lambda: engine.is_served)
         assert engine.load("abcd") == 4
         assert counts(engine) == (28, 4, 0, 0)
@@ -380,7 +379,7 @@ CALLS: dict[str, Callable[[ServedEngine], object]] = {
     "store": lambda engine: engine.hold("ab"),
     "load": lambda engine: engine.prefixes.load(KEYS[4:6], [32, 33]),
     "lookup": lambda engine: engine.prefixes.lookup(KEYS[4:6], hold=True).ready,
-    "preempt": lambda engine: engine.prefixes.preempt(KEYS[6:8], [2, 3]),
+    "hold": lambda engine: engine.prefixes.store(KEYS[6:8], [2, 3], hold=True),
 }
 
 

@@ -16,7 +16,7 @@ from torch_kvswap.prefix.manager import Lookup
 PROMPTS = ["abcde", "abcfg", "abhij", "klmno", "klpqr", "stuvw"]
 PAGES, ENGINES, STEPS = 10, 3, 400
 
-KINDS = [*["store", "load"] * 2, "hold", "preempt", "resume", "poll"]
+KINDS = [*["store", "load"] * 2, "lookup", "hold", "resume", "poll"]
 
 
 class RandomEngine(ServedEngine):
@@ -26,7 +26,7 @@ class RandomEngine(ServedEngine):
         super().__init__(path)
         self.rng = rng
         self.loads: list[tuple[Any, list[bytes], list[int]]] = []  # to be checked
-        self.preempted: list[tuple[Any, list[bytes]]] = []
+        self.held: list[tuple[Any, list[bytes]]] = []  # leases
         self.found: tuple[Lookup, list[bytes], int] | None = None  # with a lease
         self.checked = 0
 
@@ -52,15 +52,16 @@ class RandomEngine(ServedEngine):
         prompt = self.rng.choice(PROMPTS)
         keys = list(map(key_of, prompt[: self.rng.randint(1, 5)]))
         kind = self.rng.choice(KINDS)
-        if kind in ("store", "preempt"):
+        if kind in ("store", "hold"):
             blocks = self.take(len(keys))
             for key, block in zip(keys, blocks, strict=True):
                 self.tensor[block] = bytes_of(key)
             if kind == "store":
                 self.prefixes.store(keys, blocks)
-            elif len(self.preempted) < 2 and (held := self.prefixes.preempt(keys, blocks)):
-                self.preempted.append((held, keys))
-        elif kind == "hold":
+            elif len(self.held) < 2:
+                held = self.prefixes.store(keys, blocks, hold=True)
+                self.held += [] if held.state == "full" else [(held.lease, keys)]
+        elif kind == "lookup":
             self.found = self.prefixes.lookup(keys, hold=True), keys, self.session.resets
         elif kind == "load":
             found, keys, resets = self.found or (self.prefixes.lookup(keys), keys, 0)
@@ -71,14 +72,14 @@ class RandomEngine(ServedEngine):
                 assert found.lease is None or resets != self.session.resets
         elif kind == "poll":
             assert all(result.ok for result in self.prefixes.poll())
-        elif self.preempted:
-            held, keys = self.preempted.pop(0)
+        elif self.held:
+            lease, keys = self.held.pop(0)
             blocks = self.take(len(keys))
-            resumed = self.prefixes.resume(held, blocks)
-            if resumed.job is not None:
-                self.loads.append((resumed.job, keys, blocks))
-            elif resumed.state == "pending":
-                self.preempted.append((held, keys))
+            pending = self.prefixes.lookup(keys, again=True).pending
+            if job := self.prefixes.load(keys, blocks):
+                self.loads.append((job, keys, blocks))
+            elif pending:
+                self.held.append((lease, keys))
 
 
 def run(path: str, seed: int) -> int:
@@ -104,8 +105,7 @@ def run(path: str, seed: int) -> int:
         for engine in engines:
             for load in list(engine.loads):
                 engine.check(load)
-            for held, _ in engine.preempted:
-                engine.prefixes.release(held)
+            engine.held.clear()
             engine.found = None
             engine.prefixes.poll()
         for engine in engines:
