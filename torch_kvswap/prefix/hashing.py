@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TypeAlias, overload
@@ -172,92 +172,46 @@ class PrefixHasher:
         # The hash is equal for equal settings only, and does not give away the salt.
         return f"PrefixHasher(block_tokens={self.block_tokens}, settings={self._root[:4].hex()})"
 
-    def keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
+    def keys(self, tokens: Tokens) -> PrefixKeys:
         """The keys of all full blocks of a prompt: what can be stored.
 
         Args:
             tokens: 1-D sequence, numpy array or CPU tensor of token ids.
-            known (PrefixKeys | None): keys of the first full blocks of the same tokens, from this
-                hasher. Only later blocks are hashed, and the first and the last of `known`, to
-                check them.
-
-        Returns:
-            PrefixKeys: a key for each block, including those of `known`.
 
         Raises:
-            TypeError: tokens is not a sequence of integers, or known is not PrefixKeys.
-            ValueError: a token is not in 0 to 2**32 - 1, tokens is not 1-D, or known has keys of
-                other tokens or settings, or too many.
+            TypeError: tokens is not a sequence of integers.
+            ValueError: a token is not in 0 to 2**32 - 1, or tokens is not 1-D.
         """
-        return self._first_keys(tokens, known, 0)
+        return self._first_keys(tokens, 0)
 
-    def lookup_keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
+    def lookup_keys(self, tokens: Tokens) -> PrefixKeys:
         """The keys of the blocks that a prompt can reuse: what to look up.
 
         As keys(), but without the block of the last token, which must be computed to predict the
         next one.
         """
-        return self._first_keys(tokens, known, -1)
+        return self._first_keys(tokens, -1)
 
-    def request_keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
+    def request_keys(self, tokens: Tokens) -> PrefixKeys:
         """The keys of all blocks of a request, including a partly filled last one.
 
         For a request that is preempted. As keys(), with one more for a partly filled block. It
         covers the number of tokens, so it differs from the key of any full block.
         """
-        return self._first_keys(tokens, known, self.block_tokens - 1)
+        return self._first_keys(tokens, self.block_tokens - 1)
 
-    def _first_keys(self, tokens: Tokens, known: PrefixKeys | None, more: int) -> PrefixKeys:
+    def _first_keys(self, tokens: Tokens, more: int) -> PrefixKeys:
         """The keys of as many blocks as are full with this many more tokens; see keys()."""
-        size, tokens = self.block_tokens, _token_sequence(tokens)
-        if known is None:
-            known = PrefixKeys(b"", size)
-        else:
-            self._check_known(known, tokens)
-        blocks = max(len(tokens) + more, 0) // size
-        content = _token_bytes(tokens, len(known) * size)
-        content = content[: max(blocks - len(known), 0) * size * 4]
-        new = self._chain(known[-1] if known else self._root, content)
-        return PrefixKeys(b"".join((known[:blocks].joined, *new)), size)
-
-    def _chain(self, parent: bytes, content: bytes) -> Iterator[bytes]:
-        """The keys of blocks with these tokens behind the block with the key `parent`."""
-        size = self.block_tokens * 4
-        head = _BLOCK + self.block_tokens.to_bytes(8, "little")
-        for begin in range(0, len(content), size):
-            part = content[begin : begin + size]
-            if len(part) < size:
-                head = _BLOCK + (len(part) // 4).to_bytes(8, "little")
-            parent = sha256(head + parent + part).digest()
-            yield parent
-
-    def _check_known(self, known: PrefixKeys, tokens: Sequence[int] | _TokenArray) -> None:
-        """Raises what keys() does if `known` are not keys of the tokens' first blocks.
-
-        The first key depends on all settings, the last one on the newest tokens. To check the
-        others would be to hash all blocks.
-        """
-        if not isinstance(known, PrefixKeys):
-            raise TypeError(f"known is {kind_of(known)}; pass what this hasher has returned")
-        size, count, full = self.block_tokens, len(known), len(tokens) // self.block_tokens
-        if known.block_tokens != size:
-            raise ValueError(
-                f"known has keys of {known.block_tokens} tokens, this hasher's are of {size}; pass "
-                "what this hasher has returned"
-            )
-        if count > full:
-            raise ValueError(
-                f"known has {count_of(count, 'key')}, but {count_of(len(tokens), 'token')} have "
-                f"{count_of(full, 'full block')} of {size}; pass known[:{full}]"
-            )
-        for at in (0, count - 1)[:count]:
-            block = _token_bytes(tokens, at * size, (at + 1) * size)
-            parent = known[at - 1] if at else self._root
-            if known[at] != next(self._chain(parent, block)):
-                raise ValueError(
-                    f"known[{at}] is not the key of tokens[{at * size}:{(at + 1) * size}] under "
-                    "the settings of this hasher; pass keys that it has made of the same tokens"
-                )
+        content = _token_bytes(_token_sequence(tokens))
+        size = 4 * self.block_tokens
+        blocks = max(len(content) + 4 * more, 0) // size
+        keys, parent = [], self._root
+        for begin in range(0, blocks * size, size):
+            block = content[begin : begin + size]
+            head = _BLOCK + (len(block) // 4).to_bytes(8, "little")
+            parent = sha256(head + parent + block).digest()
+            keys.append(parent)
+        return PrefixKeys(b"".join(keys), self.block_tokens)
 
 
 def _token_sequence(tokens: Tokens) -> Sequence[int] | _TokenArray:
@@ -278,12 +232,8 @@ def _token_sequence(tokens: Tokens) -> Sequence[int] | _TokenArray:
     return tokens
 
 
-def _token_bytes(
-    tokens: Sequence[int] | _TokenArray, begin: int = 0, end: int | None = None
-) -> bytes:
-    """The tokens from `begin` to `end` as 32-bit words."""
-    if begin or end is not None:  # not every sequence has slices
-        tokens = tokens[begin:end]
+def _token_bytes(tokens: Sequence[int] | _TokenArray) -> bytes:
+    """The tokens as 32-bit words."""
     if isinstance(tokens, np.ndarray):
         if not tokens.size or (int(tokens.min()) >= 0 and int(tokens.max()) <= UINT32_MAX):
             return tokens.astype("<u4").tobytes()
@@ -291,7 +241,7 @@ def _token_bytes(
     try:
         return array("I", tokens).tobytes()
     except CONVERSION_ERRORS:
-        every = enumerate(tokens, begin)
+        every = enumerate(tokens)
         read = [read_int(f"tokens[{place}]", token, 0, UINT32_MAX) for place, token in every]
         return array("I", read).tobytes()
 

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_kvswap._C import fold_keys
-from torch_kvswap.prefix import hashing
 from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixHasher, PrefixKeys, encode, hash_key
 from torch_kvswap.prefix.manager import BlockManager
 
@@ -151,66 +150,6 @@ def test_the_keys_of_a_prompt_are_a_sequence():
         of_prompt[4]
 
 
-@pytest.mark.parametrize("settings", [{}, {"group": 2, "salt": "a", "extra": ("window", 64)}])
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, tuple])
-def test_known_keys_are_continued(kind, settings):
-    hasher = PrefixHasher(**SETTINGS, **settings)
-    for length in range(len(TOKENS) + 1):
-        tokens = kind(TOKENS[:length])
-        for count in range(length // 16 + 1):
-            known = hasher.keys(TOKENS[: count * 16])
-            for call in (hasher.keys, hasher.lookup_keys, hasher.request_keys):
-                assert call(tokens, known=known) == call(tokens)
-
-
-def test_known_blocks_are_not_hashed_again(monkeypatch):
-    hasher, hashed = PrefixHasher(**SETTINGS), []
-    known = hasher.keys(TOKENS[:48])
-
-    def counted(content: bytes):
-        hashed.append(content)
-        return sha256(content)
-
-    monkeypatch.setattr(hashing, "sha256", counted)
-    hasher.keys(TOKENS, known=known)
-    assert len(hashed) == 3  # the first and the last one that are known, and the new one
-
-
-def test_known_keys_of_other_settings_are_refused():
-    hasher, other = PrefixHasher(**SETTINGS), PrefixHasher(**SETTINGS, salt="other")
-    of_8 = PrefixHasher("m", "bfloat16", 8).keys(TOKENS)
-    known = hasher.keys(TOKENS[:48])
-    errors = [
-        error_text(hasher.keys, TOKENS, known=list(known)),
-        error_text(hasher.keys, TOKENS, known=of_8),
-        error_text(hasher.request_keys, TOKENS[:47], known=known),
-        error_text(hasher.keys, TOKENS, known=other.keys(TOKENS)),
-        error_text(hasher.keys, TOKENS, known=known[1:]),
-        error_text(hasher.keys, [*TOKENS[:47], 0], known=known),
-        error_text(hasher.keys, TOKENS, known=hasher.request_keys(TOKENS[:47])),
-        error_text(hasher.keys, [*TOKENS[:63], -1], known=known),
-        error_text(PrefixKeys, known.joined[:-1], 16),
-    ]
-    assert_expected_inline(
-        "\n".join(errors),
-        """\
-TypeError: known is a list; pass what this hasher has returned
-ValueError: known has keys of 8 tokens, this hasher's are of 16; pass what this hasher
-has returned
-ValueError: known has 3 keys, but 47 tokens have 2 full blocks of 16; pass known[:2]
-ValueError: known[0] is not the key of tokens[0:16] under the settings of this hasher;
-pass keys that it has made of the same tokens
-ValueError: known[0] is not the key of tokens[0:16] under the settings of this hasher;
-pass keys that it has made of the same tokens
-ValueError: known[2] is not the key of tokens[32:48] under the settings of this hasher;
-pass keys that it has made of the same tokens
-ValueError: known[2] is not the key of tokens[32:48] under the settings of this hasher;
-pass keys that it has made of the same tokens
-ValueError: tokens[63] is -1; it must be 0 to 4294967295
-ValueError: joined has 95 bytes, but a key has 32; pass keys in a row, or a list of keys""",
-    )
-
-
 def test_errors_say_what_was_wrong():
     hasher = PrefixHasher(**SETTINGS)
     errors = [
@@ -228,6 +167,7 @@ def test_errors_say_what_was_wrong():
         error_text(PrefixHasher, "m", "bfloat16", 16, group="x"),
         error_text(PrefixHasher, "m", "bfloat16", 16, salt=5),
         error_text(PrefixHasher, "m", "bfloat16", 16, adapter=[1]),
+        error_text(PrefixKeys, b"x" * 95, 16),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -249,7 +189,8 @@ ValueError: block_tokens is 4294967296; it must be 1 to 4294967295
 TypeError: group is a str; it must be an integer
 TypeError: salt is an int; it must be a str, bytes or None
 TypeError: adapter: a list cannot be part of a key; use None, bool, int, float, str,
-bytes and tuples of them""",
+bytes and tuples of them
+ValueError: joined has 95 bytes, but a key has 32; pass keys in a row, or a list of keys""",
     )
 
 
