@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,11 +72,18 @@ def difference(here: Any, there: Any, names: tuple[str, str], field: str = "") -
         if len(here) != len(there):
             pairs.append((f"number of {field}", len(here), len(there)))
     elif here != there:
-        return f"{field}: {_text(here)} {names[0]}, {_text(there)} {names[1]}"
+        texts = _cut_to_difference(here, there)
+        return f"{field}: {texts[0]} {names[0]}, {texts[1]} {names[1]}"
     found = (difference(one, other, names, place) for place, one, other in pairs)
     return next(filter(None, found), None)
 
 
-def _text(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+def _cut_to_difference(*values: object) -> list[str]:
+    """Both values as text, of long ones the part where they differ."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    start = 0
+    if max(map(len, texts)) > _LONGEST:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+        start = max(sum(1 for _ in same) - _LONGEST // 2, 0)
+    end = start + _LONGEST
+    return ["..." * (start > 0) + one[start:end] + "..." * (len(one) > end) for one in texts]
