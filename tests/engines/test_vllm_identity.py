@@ -12,7 +12,6 @@ import vllm_engine  # noqa: F401  skips where vLLM's tests do not run
 from patience import in_time
 from served_engine import serving as page_server
 from vllm import config as vllm_config
-from vllm import envs
 from vllm_engine import folder
 from vllm_serving import CHUNKS, PROMPTS, check, serving
 
@@ -31,9 +30,10 @@ def engine(folder: Path, name: str, **how: Any) -> Any:
     [
         ({"revision": "other"}, "model_config.revision: other here, null at"),
         ({"hf_overrides": {"ffn_dim": 64}}, "model_config.hf_config.ffn_dim: 64 here, 128 at"),
+        ({"seed": 7}, "model_config.seed: 7 here, 0 at"),
     ],
 )
-def test_engines_with_other_models_are_refused(folder, model, named):
+def test_engines_with_other_options_are_refused(folder, model, named):
     with page_server(f"{folder}/pages", 128), engine(folder, "a"):
         refused = pytest.raises(ValueError, match=f"the server has other pages: .*{named}")
         with refused, engine(folder, "b", model=model):
@@ -48,9 +48,9 @@ def test_other_environments_are_refused(folder, monkeypatch):
             pass
 
 
-def test_engines_share_despite_options_that_cannot_matter(folder, monkeypatch):
+def test_engines_share_pages_from_other_folders(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
-    same = {"model": folder.name, "seed": 7, "served_model_name": "b", "enforce_eager": True}
+    same = {"model": folder.name}
     with (
         page_server(f"{folder}/pages", 128) as server,
         engine(folder, "a") as a,
@@ -61,6 +61,19 @@ def test_engines_share_despite_options_that_cannot_matter(folder, monkeypatch):
         b.serve(PROMPTS)
         check(b, PROMPTS)
         assert in_time(lambda: server._manager.stats().loaded == CHUNKS)
+
+
+def test_addresses_ranks_and_memory_do_not_count(folder, monkeypatch):
+    with serving(folder) as a:
+        before = identity.describe_engine(a.config)
+        a.config.instance_id = a.config.kv_transfer_config.engine_id = "b"
+        a.config.parallel_config.data_parallel_rank = 1
+        cache = a.config.cache_config
+        cache.gpu_memory_utilization = 0.5
+        cache.num_gpu_blocks = cache.num_gpu_blocks_override = cache.kv_cache_memory_bytes = 9
+        for name in ("VLLM_DP_RANK", "VLLM_NIXL_SIDE_CHANNEL_PORT"):
+            monkeypatch.setenv(name, "1")
+        assert identity.describe_engine(a.config) == before
 
 
 def test_media_without_names_are_refused(folder):
@@ -82,9 +95,9 @@ def test_secrets_count_but_are_not_described(folder):
         assert "sesame" not in before + after
 
 
-def test_fields_that_do_not_count_exist_in_vllm():
+def test_fields_that_are_left_out_exist_in_vllm():
     """A field that is misspelt here, or that vLLM has renamed, counts."""
-    for kind, names in identity._OTHERS.items():
-        fields = {field.name for field in dataclasses.fields(getattr(vllm_config, kind))}
-        assert set(names.split()) <= fields, kind
-    assert set(identity._OF_ONE_ENGINE) <= set(envs.environment_variables)
+    kinds = [kind for kind in vars(vllm_config).values() if dataclasses.is_dataclass(kind)]
+    assert set(identity._LEFT_OUT.split()) <= {
+        field.name for kind in kinds for field in dataclasses.fields(kind)
+    }

@@ -36,35 +36,22 @@ except ModuleNotFoundError as error:
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("host_bytes", "encoding", "verify", "below", "server")
-# The bytes of a page may depend on any option of SGLang, also of a later release, but not on those
-# in these groups of SGLang's, nor on some others, which are secret or differ between equal engines.
-_OTHER_GROUPS = (
-    "device",
-    "disagg",
-    "exec.graph",
-    "exec.overlap",
-    "memory",
-    "observability",
-    "parallel",
-    "schedule",
-    "serving",
-)
-_OTHER_OPTIONS = (
-    "download_dir",
-    "engine_info_bootstrap_port",
-    "lora_paths",  # SGLang hashes an adapter's name and path with a prompt
-    "modelopt_checkpoint_save_path",
-    "modelopt_export_path",
-    "mooncake_ib_device",
-    "remote_instance_weight_loader_seed_instance_ip",
-    "remote_instance_weight_loader_seed_instance_service_port",
-    "remote_instance_weight_loader_send_weights_group_ports",
-    "remote_instance_weight_loader_start_seed_via_transfer_engine",
-    "watermark_config",
-    "watermark_key",
-    "watermark_key_b",
-    "weight_cache_mode",
-    "weight_cache_socket",
+# Engines share pages if they were started with equal options. Left out are options that engines of
+# one machine cannot have equal, secrets, what is described elsewhere, schedules and logs.
+_LEFT_OUT_GROUPS = ("device", "observability", "parallel", "schedule")  # of SGLang's options
+_LEFT_OUT = (
+    # Addresses and devices.
+    "host port grpc_port fastapi_root_path sidecar_args engine_info_bootstrap_port "
+    "encoder_bootstrap_port disaggregation_bootstrap_port disaggregation_ib_device "
+    "mooncake_ib_device weight_cache_socket decoupled_spec_rank decoupled_spec_bind_endpoint "
+    "decoupled_spec_connect_endpoints remote_instance_weight_loader_seed_instance_ip "
+    "remote_instance_weight_loader_seed_instance_service_port "
+    "remote_instance_weight_loader_send_weights_group_ports "
+    # Secrets, and a dictionary that may have some.
+    "api_key admin_api_key ssl_keyfile_password watermark_config watermark_key watermark_key_b "
+    "hicache_storage_backend_extra_config "
+    # Described by SGLang's hashes, by our keys and with the cache.
+    "lora_paths weight_version unified_cache_external_linker_config"
 )
 _SERVED = (  # SGLang's KV cache, and the pool in it that has the keys and values
     (MHATokenToKVPool, MHATokenToKVPool),
@@ -357,17 +344,20 @@ def _describe_part(server_args: Any, params: Any) -> tuple[str, int, int]:
 
 
 def _describe_model(server_args: Any) -> str:
-    """The model, with the options that decide its bytes and are not SGLang's defaults."""
+    """The model, with the options that count and are not SGLang's defaults, as they were given."""
     kind = type(server_args)
     groups, default = namespace_of(kind), kind(model_path="")
     text = f"sglang {importlib.metadata.version('sglang')}"
     for name in (field.name for field in record_fields(kind)):
         value = getattr(server_args, name)
-        is_other = groups.get(name) in _OTHER_GROUPS and name != "forward_hooks"  # of observability
-        if is_other or name in _OTHER_OPTIONS or value == getattr(default, name):
+        is_out = name in _LEFT_OUT.split() or groups.get(name) in _LEFT_OUT_GROUPS
+        # SGLang has forward_hooks, which change what layers compute, in observability.
+        if value == getattr(default, name) or (is_out and name != "forward_hooks"):
             continue
         if isinstance(value, str):
             value = real_path(value)
+        if isinstance(value, set):  # in another order in each process
+            value = sorted(value)
         if name == "model_loader_extra_config":  # may hold secrets, and what is described is shown
             value = hashlib.sha256(repr(value).encode()).hexdigest()
         text += f", {name} {value!r}"
