@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
             path = stack.enter_context(serving(pages))
             groups = [BlockGroup(pages)]
             connected = PrefixCache.connect(path, [tiny_cache()], groups, model="none")
-            managers[SERVER] = OfKeys(stack.enter_context(connected).manager, in_lists=True)
+            managers[SERVER] = OfKeys(stack.enter_context(connected)._manager, in_lists=True)
         cells = [
             Cell(name, operation, options.blocks, Spread.of(np.array(times)))
             for (name, operation), times in measure(managers, prompts, samples).items()

@@ -34,20 +34,15 @@ class OfKeys:
     def __init__(self, manager: Any, in_lists: bool = False) -> None:
         self.manager, self.in_lists = manager, in_lists
         self.touch = manager.touch
-        if in_lists:
-            self.prepare_load, self.prepare_store = manager._prepare_load, manager._prepare_store
-            self.complete_store = self.complete_load = self._tell_server
-        else:
-            self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
-            self.complete_store = self.complete_load = manager.complete
+        self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
+        self.complete_store = self._tell_server if in_lists else manager.complete
+        self.complete_load = self.complete_store
 
     def form(self, keys: bytes) -> Any:
         return [keys] if self.in_lists else keys
 
     def lookup(self, prompt: Any) -> int:
-        manager = self.manager  # a method that is stored takes longer to call
-        found = manager._lookup(prompt) if self.in_lists else manager.lookup(prompt)
-        ready: int = found.ready
+        ready: int = self.manager.lookup(prompt).ready  # a stored method takes longer to call
         return ready
 
     def stored(self, job: Any) -> int:

@@ -55,8 +55,8 @@ def main() -> None:
 
         keys = [hasher.lookup_keys(prompt) for hasher in hashers]
         found = prefixes.lookup(keys).ready  # in units of 64 tokens, where blocks of all groups end
-        assert found * prefixes.manager.unit_tokens == 192
-        needed = prefixes.manager.needed_blocks(found)
+        assert found * prefixes.unit_tokens == 192
+        needed = prefixes.needed_blocks(found)
         assert needed == [range(12), range(4, 6), range(2, 3)]
         # Blocks that are not needed have no GPU block: -1.
         blocks = [[*range(30, 42)], [-1, -1, -1, -1, 20, 21], [-1, -1, 10]]

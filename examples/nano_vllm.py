@@ -53,8 +53,8 @@ class HostBlockManager(BlockManager):
             if job is not None:  # None if they were evicted since lookup()
                 self.loads.append(job)
                 seq.num_cached_tokens = num_cached_blocks * self.block_size
-        self.prefixes.manager.touch(seq.keys[: seq.on_gpu])
-        self.prefixes.manager.order(seq.keys[:num_cached_blocks], renew=True)
+        self.prefixes.touch(seq.keys[: seq.on_gpu])
+        self.prefixes.order(seq.keys[:num_cached_blocks], renew=True)
         seq.held = None  # the load keeps what it reads
 
     def publish(self, seq: Any, loaded: slice) -> None:

@@ -173,14 +173,12 @@ bool read_switch(const char* name, nb::handle value) {
   return value.is(Py_True) || nb::cast<bool>(python.read_switch(name, value));
 }
 
-// kForCache: what a prefix cache, its second tier and a server call. Keys, and what is reserved for
-// them, are lists with an item for each group, even if there is only one. A reservation that is
-// dropped ends as if nothing was copied: one whose copy runs is the job's.
 class PyBlockManager {
  public:
   PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool has_groups, int policy,
-                 uint32_t store_threshold, int below)
+                 uint32_t store_threshold, int below, bool may_be_dropped)
       : has_groups_(has_groups),
+        may_be_dropped_(may_be_dropped),
         num_groups_(groups.size()),
         manager_(read_groups(groups),
                  prefix::Options{static_cast<prefix::EvictionPolicyKind>(policy), store_threshold,
@@ -195,11 +193,10 @@ class PyBlockManager {
     });
   }
 
-  template <bool kForCache>
   nb::object lookup(nb::handle keys, nb::handle again, nb::handle hold) {
     const bool is_again = read_switch("again", again), holds = read_switch("hold", hold);
-    const ReadKeys read = read_keys(keys, kForCache);
-    nb::object lease = holds ? nb::cast(reservation(true, prefix::Outcome::kDone)) : nb::none();
+    const ReadKeys read = read_keys(keys);
+    nb::object lease = holds ? nb::cast(reservation(prefix::Outcome::kDone)) : nb::none();
     auto* leased = holds ? nb::inst_ptr<Reservation>(lease) : nullptr;
     prefix::ReservedPages* pages = holds ? leased->pages_of_job.get() : nullptr;
     const prefix::Lookup of = locked(
@@ -228,28 +225,27 @@ class PyBlockManager {
     return manager_.longest_prefix(found, of_groups);
   }
 
-  template <bool kAll, bool kForCache>
+  template <bool kAll>
   std::optional<Reservation> hold(nb::handle keys) {
-    const ReadKeys read = read_keys(keys, kForCache);
-    Reservation made = reservation(kForCache, prefix::Outcome::kDone);
+    const ReadKeys read = read_keys(keys);
+    Reservation made = reservation(prefix::Outcome::kDone);
     locked(manager_, read.size(),
            [&] { manager_.hold(read.of_groups(), kAll, made.assigned, *made.pages_of_job); });
     if (!made.begin()) return std::nullopt;
     return made;
   }
 
-  template <bool kForCache>
   std::optional<Reservation> prepare_store(nb::handle keys, nb::handle hold) {
-    return reserve(keys, read_switch("hold", hold), kForCache, {});
+    return reserve(keys, read_switch("hold", hold), {});
   }
   std::optional<Reservation> promote(nb::handle keys, uint64_t resets) {
-    return reserve(keys, false, true, resets);
+    return reserve(keys, false, resets);
   }
 
   // Also the keys of the pages, and the resets before these were stored.
   std::optional<std::tuple<Reservation, nb::bytes, uint64_t>> hold_due(size_t count, size_t group) {
     process_.check();
-    Reservation made = reservation(true, prefix::Outcome::kFailed);
+    Reservation made = reservation(prefix::Outcome::kFailed);
     made.assigned.counts.resize(num_groups_);
     prefix::Due due = locked(manager_, std::min(count, prefix::BlockManager::kFewKeys),
                              [&] { return manager_.hold_due(count, group, *made.pages_of_job); });
@@ -308,13 +304,13 @@ class PyBlockManager {
   }
 
   void touch(nb::handle keys) {
-    const ReadKeys read = read_keys(keys, false);
+    const ReadKeys read = read_keys(keys);
     locked(manager_, read.size(), [&] { manager_.touch(read.of_groups()); });
   }
 
   void order(nb::handle keys, nb::handle renew) {
     const bool is_renewed = read_switch("renew", renew);
-    const ReadKeys read = read_keys(keys, false);
+    const ReadKeys read = read_keys(keys);
     locked(manager_, read.size(), [&] { manager_.order(read.of_groups(), is_renewed); });
   }
 
@@ -335,18 +331,18 @@ class PyBlockManager {
 
  private:
   // For a call of the manager, which may make it. outcome: see Reservation.
-  Reservation reservation(bool for_cache, prefix::Outcome outcome) const {
+  Reservation reservation(prefix::Outcome outcome) const {
     Reservation made(manager_.ended_pages(), outcome);
-    made.has_groups = for_cache || has_groups_;
-    made.may_be_dropped = for_cache;
+    made.has_groups = has_groups_;
+    made.may_be_dropped = may_be_dropped_;
     return made;
   }
-  std::optional<Reservation> reserve(nb::handle keys, bool leases, bool for_cache,
+  std::optional<Reservation> reserve(nb::handle keys, bool leases,
                                      std::optional<uint64_t> promoted_after) {
-    const ReadKeys read = read_keys(keys, for_cache);
-    Reservation made = reservation(for_cache, prefix::Outcome::kFailed);
+    const ReadKeys read = read_keys(keys);
+    Reservation made = reservation(prefix::Outcome::kFailed);
     made.fills = true;
-    if (leases) made.lease = nb::cast(reservation(for_cache, prefix::Outcome::kDone));
+    if (leases) made.lease = nb::cast(reservation(prefix::Outcome::kDone));
     auto* lease = leases ? nb::inst_ptr<Reservation>(made.lease) : nullptr;
     prefix::ReservedPages* leased = leases ? lease->pages_of_job.get() : nullptr;
     const bool has_room = locked(manager_, read.size(), [&] {
@@ -421,13 +417,14 @@ class PyBlockManager {
     return read;
   }
 
-  ReadKeys read_keys(nb::handle keys, bool for_cache) const {
+  ReadKeys read_keys(nb::handle keys) const {
     process_.check();
-    return {keys, for_cache || has_groups_, num_groups_};
+    return {keys, has_groups_, num_groups_};
   }
 
   const ForkGuard process_{"block manager"};
   const bool has_groups_;  // the groups were passed as a list, even if there is only one
+  const bool may_be_dropped_;
   const size_t num_groups_;
   prefix::BlockManager manager_;
 };
@@ -499,25 +496,23 @@ Attributes:
           "outcome"_a, "rejected"_a);
 
   nb::class_<PyBlockManager>(module, "BlockManager")
-      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int>(), "groups"_a,
-           "has_groups"_a, "policy"_a, "store_threshold"_a, "below"_a)
-      .def(
-          "lookup",
-          [](PyBlockManager& self, nb::handle keys, nb::handle again) {
-            return self.lookup<false>(keys, again, Py_False);
-          },
-          "keys"_a.none(), nb::kw_only(), "again"_a.none() = false,
-          nb::sig("def lookup(self, keys: " KEYS
-                  ", *, again: bool = False) -> torch_kvswap.prefix.manager.Lookup"),
-          R"(Finds the longest cached prefix.
+      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int, bool>(), "groups"_a,
+           "has_groups"_a, "policy"_a, "store_threshold"_a, "below"_a, "may_be_dropped"_a)
+      .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
+           "again"_a.none() = false, "hold"_a.none() = false,
+           nb::sig("def lookup(self, keys: " KEYS ", *, again: bool = False, hold: bool = False) "
+                   "-> torch_kvswap.prefix.manager.Lookup"),
+           R"(Finds the longest cached prefix.
 
 For sliding windows and states, only the blocks needed after the prefix must be cached. Does
 not count as a use for eviction; touch() and prepare_load() do.
 
 Args:
     keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
-    again (bool): repeats an earlier lookup; not counted for store_threshold or stats().)")
-      .def("prepare_load", &PyBlockManager::hold<true, false>, "keys"_a.none(),
+    again (bool): repeats an earlier lookup; not counted for store_threshold or stats().
+    hold (bool): the `lease` holds the blocks that the prefix `ready` needs, without a use.
+        complete(lease) ends the hold.)")
+      .def("prepare_load", &PyBlockManager::hold<true>, "keys"_a.none(),
            nb::sig("def prepare_load(self, keys: " KEYS ") -> Reservation | None"),
            R"(Holds the pages of ready blocks for a load.
 
@@ -527,7 +522,7 @@ Args:
 
 Returns:
     Reservation | None: None, with nothing held, if a block is not ready.)")
-      .def("prepare_store", &PyBlockManager::prepare_store<false>, "keys"_a.none(), nb::kw_only(),
+      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
            "hold"_a.none() = false,
            nb::sig("def prepare_store(self, keys: " KEYS
                    ", *, hold: bool = False) -> Reservation | None"),
@@ -609,18 +604,8 @@ for a moment.
 Raises:
     MemoryError: nothing was changed.)")
       .def_prop_ro("resets", &PyBlockManager::resets, "How often the manager was reset.")
-      // What a prefix cache, its second tier and a server call: see PyBlockManager, and
-      // prefix/manager.h.
-      .def("_lookup", &PyBlockManager::lookup<true>, "keys"_a, nb::kw_only(), "again"_a = false,
-           "hold"_a = false,
-           nb::sig("def _lookup(self, keys: list[bytes], *, again: bool = False, hold: bool = "
-                   "False) -> torch_kvswap.prefix.manager.Lookup"))
-      .def("_prepare_load", &PyBlockManager::hold<true, true>, "keys"_a)
-      .def("_prepare_store", &PyBlockManager::prepare_store<true>, "keys"_a, nb::kw_only(),
-           "hold"_a = false,
-           nb::sig("def _prepare_store(self, keys: list[bytes], *, hold: bool = False) -> "
-                   "Reservation | None"))
-      .def("_hold", &PyBlockManager::hold<false, true>, "keys"_a)
+      // What a prefix cache, its second tier and a server call: see prefix/manager.h.
+      .def("_hold", &PyBlockManager::hold<false>, "keys"_a)
       .def("_promote", &PyBlockManager::promote, "keys"_a, "resets"_a)
       .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)

@@ -45,7 +45,7 @@ class Engine(nano_vllm.HostLLM):
 
     @property
     def loaded(self) -> int:
-        return self.prefixes.manager.stats().loaded
+        return self.prefixes.stats().loaded
 
 
 def answers(prompts: list[list[int]]) -> list[list[int]]:
@@ -85,7 +85,7 @@ def test_preempted_requests_keep_their_blocks() -> None:
     assert engine.loaded > 0
     engine.prefixes.synchronize()
     engine.prefixes.poll()
-    stats = engine.prefixes.manager.stats()
+    stats = engine.prefixes.stats()
     assert stats.free_pages + stats.idle_pages == stats.pages  # nothing is held any more
 
 

@@ -30,7 +30,7 @@ if sys.argv[2] != "alone" and os.fork() == 0:
     os.close(1)
     time.sleep(1)
     os._exit(0)
-prefixes.manager._session.end_jobs = lambda: None  # the next copies are this store's
+prefixes._manager._session.end_jobs = lambda: None  # the next copies are this store's
 prefixes.store([bytes([number + 100]) * 32 for number in range(32)], range(32))
 for number in range(640):
     prefixes.pools[0].pages[number % 32, 0].copy_(tensor[0], non_blocking=True)
@@ -84,12 +84,12 @@ def test_a_killed_engines_copies_end_before_its_pages(
                 with Process(["-c", VICTIM, path, how], "done") as victim:
                     victim.send(signal.SIGKILL)
                     victim.wait()
-                    assert in_time(lambda: prefixes.manager.stats().free_pages == PAGES)
+                    assert in_time(lambda: prefixes.stats().free_pages == PAGES)
                 store = prefixes.store(KEYS, range(PAGES)).job  # zeros, in all pages
                 assert store is not None
                 store.synchronize()
                 prefixes.poll()
                 is_damaged = any(prefixes.pools[0].pages.any() for _ in range(5))
                 assert is_damaged == (how == "control")
-                prefixes.manager.reset()
+                prefixes.reset()
             prefixes.close()

@@ -365,11 +365,11 @@ def test_no_rejected_block_is_lost_whichever_allocation_fails(method: str) -> No
 
 
 CALLS: dict[str, Callable[[BlockManager], Any]] = {
-    "lookup": lambda manager: manager._lookup([["a", "b"]], again=True, hold=True).lease,
+    "lookup": lambda manager: manager.lookup(["a", "b"], again=True, hold=True).lease,
     "prepare_load": lambda manager: manager.prepare_load(["a", "b"]),
     "prepare_store": lambda manager: manager.prepare_store(["a", "c", "d"]),
     "hold": lambda manager: manager.prepare_store(["a", "c", "d"], hold=True),
-    "promote": lambda manager: manager._promote([["a", "c", "d"]], manager.resets),
+    "promote": lambda manager: manager._promote(["a", "c", "d"], manager.resets),
     "hold_due": lambda manager: manager._hold_due(2, 0),
 }
 
@@ -422,7 +422,7 @@ def use_a_prefix_cache(allocation: FailingAllocation) -> None:
                 call()
         allocation.end()
         prefixes.poll()
-        stats = prefixes.manager.stats()
+        stats = prefixes.stats()
         assert stats.free_pages + stats.idle_pages == stats.pages
         prefixes.store(["c"], [4])
         prefixes.poll()

@@ -173,7 +173,7 @@ class BelowServer(Server):
     def count_pages(self) -> None:
         stats = self.prefixes.below_stats()
         self.counts.update(promoted=stats.promoted, damaged=stats.damaged, written=stats.written)
-        self.counts["evicted"] += self.prefixes.manager.stats().evicted
+        self.counts["evicted"] += self.prefixes.stats().evicted
 
     def actions(self) -> dict[Callable[[], object], float]:
         return {
@@ -203,7 +203,7 @@ class BelowServer(Server):
         store.works, threads.DEADLINE = True, PATIENCE
         store.release()
         assert in_time(self.is_settled), f"{self.prefixes.below_stats()}, {self.not_written()}"
-        stats = self.prefixes.manager.stats()
+        stats = self.prefixes.stats()
         assert stats.evicted <= stats.stored + stats.promoted
         self.restart(PROMPTS * LONGEST)
         for prompt in self.prompts:
@@ -228,7 +228,7 @@ class BelowServer(Server):
         assert below is not None
         if below._asking:  # it would be read into pages
             return False
-        stats = self.prefixes.manager.stats()
+        stats = self.prefixes.stats()
         is_unused = stats.free_pages + stats.idle_pages == self.pool.num_pages
         return is_unused and not self.prefixes.below_stats().hung and not self.not_written()
 
@@ -239,7 +239,7 @@ class BelowServer(Server):
         ready = [
             key
             for prompt in self.prompts
-            for key in prompt[: self.prefixes.manager.lookup(self.named(prompt)).ready]
+            for key in prompt[: self.prefixes._manager.lookup([self.named(prompt)]).ready]
         ]
         spoiled = self.store_below.spoiled
         return {key for key in ready if self.key(key).hex() not in spoiled} - set(
@@ -249,7 +249,7 @@ class BelowServer(Server):
     def is_below(self, key: tuple[int, int]) -> bool:
         assert self.prefixes._below is not None
         (form,) = self.prefixes._below._formats
-        suffix = self.prefixes._below._suffix(self.prefixes.manager.resets)
+        suffix = self.prefixes._below._suffix(self.prefixes._manager.resets)
         (name,) = form.names([self.key(key)], suffix)
         return name in self.store_below.objects
 

@@ -193,7 +193,7 @@ class Server:
 
     def reset(self) -> None:
         """The weights change."""
-        self.prefixes.manager.reset()
+        self.prefixes.reset()
         self.held.clear()
         self.change_contents()
         self.counts["resets"] += 1
@@ -303,7 +303,7 @@ class Server:
         with self.device.using(self.stream):
             self.end_jobs()
         self.check_pages()
-        self.counts["evicted"] += self.prefixes.manager.stats().evicted
+        self.counts["evicted"] += self.prefixes.stats().evicted
         self.device.synchronize([self.stream])
         self.pool.close()
         wrong = self.device.finish()
@@ -311,7 +311,7 @@ class Server:
 
     def check_pages(self) -> None:
         """All jobs have ended."""
-        stats = self.prefixes.manager.stats()
+        stats = self.prefixes.stats()
         assert stats.free_pages + stats.idle_pages == self.pool.num_pages
         assert stats.evicted <= stats.stored + stats.promoted
 

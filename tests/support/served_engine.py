@@ -13,8 +13,9 @@ from patience import PATIENCE, in_time
 from processes import Process
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.prefix import BlockStats, RemoteManager, peers, session
+from torch_kvswap.prefix import BlockStats, peers, session
 from torch_kvswap.prefix import server as page_server
+from torch_kvswap.prefix.remote_manager import RemoteManager
 from torch_kvswap.prefix.server import PageServer
 
 # No test depends on speed; those of a server that hangs set their own.
@@ -67,12 +68,12 @@ class ServedEngine(Engine):
 
     @property
     def session(self) -> session.Session:
-        assert isinstance(self.prefixes.manager, RemoteManager)
-        return self.prefixes.manager._session
+        assert isinstance(self.prefixes._manager, RemoteManager)
+        return self.prefixes._manager._session
 
     @property
     def pages(self) -> BlockStats:
-        return self.prefixes.manager.stats()
+        return self.prefixes.stats()
 
     @property
     def is_served(self) -> bool:

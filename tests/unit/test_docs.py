@@ -168,7 +168,7 @@ def test_the_preemption_example_runs_without_a_gpu(becomes, monkeypatch):
         if becomes == "pending":
             monkeypatch.setattr(prefixes, "poll", lambda: [])
         if becomes == "lost":
-            prefixes.manager.reset()
+            prefixes.reset()
         exec(resume, names)
         assert (names["job"] is not None) == (becomes == "loaded")
         first = 4 if becomes == "loaded" else 11

@@ -126,10 +126,10 @@ def test_an_interrupted_poll_ends_each_reservation(state: str) -> None:
         prefixes = PrefixCache(handler.layouts[0], handler.pools[0])
         for number, key in enumerate(keys):
             prefixes.store([key], [number])
-        assert prefixes.manager.stats().filling_pages == len(keys)
+        assert prefixes.stats().filling_pages == len(keys)
         is_interrupted = interrupter.stops(at, prefixes.poll)
         prefixes.poll()
-        stats = prefixes.manager.stats()
+        stats = prefixes.stats()
         assert stats.filling_pages == 0
         assert (stats.stored, stats.failed) == ((4, 0) if state == "done" else (0, 4))
         prefixes.close()
@@ -213,7 +213,7 @@ def test_a_prefix_cache_works_after_any_interrupted_call(call: str, when: str) -
 
 
 def assert_no_page_is_held(prefixes: PrefixCache) -> None:
-    stats = prefixes.manager.stats()
+    stats = prefixes.stats()
     assert stats.free_pages + stats.idle_pages == stats.pages
 
 

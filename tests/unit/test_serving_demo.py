@@ -142,7 +142,7 @@ def test_a_second_tier_replaces_damaged_pages(tmp_path, monkeypatch):
         assert one.is_right()
         one.prefixes.synchronize()
         one.prefixes.poll()
-        stored = one.prefixes.manager.stats().stored
+        stored = one.prefixes.stats().stored
         assert in_time(
             lambda: not one.prefixes.poll() and one.prefixes.below_stats().written == stored
         )

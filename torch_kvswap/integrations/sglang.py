@@ -279,7 +279,7 @@ class KVSwapLinker(UnifiedCacheLinker):
     def reset(self) -> None:
         """Forgets all pages, for example because the weights have changed."""
         self._quiesce()
-        self.cache.manager.reset()
+        self.cache.reset()
 
     def close(self) -> None:
         self._quiesce()

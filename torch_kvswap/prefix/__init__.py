@@ -1,9 +1,8 @@
 """Prefix caching: which blocks of prompts are on which host pages.
 
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
-submit transfers themselves, with what it takes and returns, and that of a server
-(`RemoteManager`); what `store()`, `below_stats()` and the hasher return (`Stored`, `BelowStats`,
-`PrefixKeys`).
+submit transfers themselves, with what it takes and returns; what `store()`, `below_stats()` and the
+hasher return (`Stored`, `BelowStats`, `PrefixKeys`).
 """
 
 from torch_kvswap._C import Reservation
@@ -15,7 +14,6 @@ from torch_kvswap.prefix.manager import (
     BlockStats,
     Lookup,
 )
-from torch_kvswap.prefix.remote_manager import RemoteManager
 from torch_kvswap.prefix.tier import BelowStats
 
 __all__ = [
@@ -25,7 +23,6 @@ __all__ = [
     "BlockStats",
     "Lookup",
     "PrefixKeys",
-    "RemoteManager",
     "Reservation",
     "Stored",
 ]

@@ -32,7 +32,7 @@ from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.block_groups import BlockGroup, describe_contents, read_layer_groups
 from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
-from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
+from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, BlockStats, Lookup, needed_blocks
 from torch_kvswap.prefix.reader import ArgumentReader, Prompt
 from torch_kvswap.prefix.remote_manager import RemoteManager
 from torch_kvswap.prefix.remote_pools import RemotePools, describe, read_model
@@ -130,11 +130,6 @@ class PrefixCache(NotCopyable):
         below_policy (str): "reused" writes pages that were loaded or touched since they were
             stored; "all" writes all.
 
-    Attributes:
-        manager (BlockManager | RemoteManager): the index. You may read its `unit_tokens`, and call
-            its stats(), needed_blocks(), touch(), order() and reset(); only the prefix cache makes
-            reservations.
-
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: an argument is out of range, the groups do not match the pools, or a pool has
@@ -144,7 +139,7 @@ class PrefixCache(NotCopyable):
         OSError: the folder of `below` cannot be made.
     """
 
-    manager: BlockManager | RemoteManager
+    _manager: BlockManager | RemoteManager
 
     def __init__(
         self,
@@ -174,16 +169,17 @@ class PrefixCache(NotCopyable):
             open_store = read_store(below)
             formats = _page_formats(pools, of_layers, below_model)
         ready = [pool.num_ready_pages for pool in pools]
-        self.manager = BlockManager(
-            of_layers if is_list else of_layers[0].num_pages,
+        self._manager = BlockManager(
+            of_layers,
             num_ready_pages=ready,
             eviction_policy=eviction_policy,
             below_policy=None if below is None else below_policy,
+            may_be_dropped=True,
         )
         self._are_ready = ready == [pool.num_pages for pool in pools]
         self._open(of_handler, of_layers, copy_method, staging_bytes, relays)
         if below is not None:
-            self._open_below(below, open_store, formats, self.manager)
+            self._open_below(below, open_store, formats, self._manager)
 
     def _open(
         self,
@@ -265,14 +261,14 @@ class PrefixCache(NotCopyable):
             undo.callback(session.close)
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
             made = cls.__new__(cls)
-            made.manager = RemoteManager(session, served, of_layers, is_list)
+            made._manager = RemoteManager(session, served, of_layers)
             made._are_ready = True
             made._open(of_handler, of_layers, copy_method, staging_bytes, relays)
             undo.callback(made._handler.close)
             served.handler = made._handler
             session.start()
             undo.pop_all()
-        weakref.finalize(made, _close_served, made._handler, made.manager)
+        weakref.finalize(made, _close_served, made._handler, made._manager)
         return made
 
     def _open_below(
@@ -299,7 +295,7 @@ class PrefixCache(NotCopyable):
             pool._register_user(tier, assigns_pages=True)
 
     def __repr__(self) -> str:
-        return f"PrefixCache(handler={self._handler!r}, manager={self.manager!r})"
+        return f"PrefixCache(handler={self._handler!r}, manager={self._manager!r})"
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
@@ -329,7 +325,7 @@ class PrefixCache(NotCopyable):
         """
         self._handler._native.check_open()
         group_keys = self._reader.read_keys(keys)
-        found = self.manager._lookup(group_keys, again=again, hold=hold)
+        found = self._manager.lookup(group_keys, again=again, hold=hold)
         return found if self._below is None else self._below.ask(found, group_keys)
 
     def load(
@@ -401,7 +397,7 @@ class PrefixCache(NotCopyable):
         """
         prompt = self._reader.read_distinct(keys, gpu_block_ids, self.layouts)
         self._grow()
-        reserved = self.manager._prepare_store(prompt.keys, hold=hold)
+        reserved = self._manager.prepare_store(prompt.keys, hold=hold)
         try:
             if reserved is not None and reserved.id:
                 job = self._submit_store(reserved, prompt, after, tag)
@@ -415,6 +411,39 @@ class PrefixCache(NotCopyable):
             self._warn_of_no_room(prompt.keys)
             return Stored("full")
         return Stored("present", None, reserved.lease)
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens per unit of a prefix's length."""
+        return self._manager.unit_tokens
+
+    def needed_blocks(self, prefix: int) -> range | list[range]:
+        """The blocks that load() loads for a prefix. See BlockManager.needed_blocks()."""
+        needed = needed_blocks(self._manager.groups, prefix)
+        return needed if self._is_list else needed[0]
+
+    def touch(self, keys: Keys | Sequence[Keys]) -> None:
+        """Counts a use of the blocks. See BlockManager.touch()."""
+        self._manager.touch(self._reader.read_keys(keys))
+
+    def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
+        """Orders the eviction of a prompt. See BlockManager.order()."""
+        self._manager.order(self._reader.read_keys(keys), renew=renew)
+
+    def reset(self) -> None:
+        """Forgets all blocks, with a server also those of other engines. See BlockManager.reset().
+
+        If the server does not answer, it forgets them when it is joined again.
+        """
+        self._manager.reset()
+
+    def stats(self, group: int = 0) -> BlockStats:
+        """The statistics of a group. See BlockManager.stats().
+
+        With a server they are of all engines, but `refused` also counts the stores of this engine
+        that found no server; all other numbers are 0 without one.
+        """
+        return self._manager.stats(group)
 
     def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
@@ -450,11 +479,11 @@ class PrefixCache(NotCopyable):
         self._was_polled = True
         results = self._handler.poll(timeout)
         self._grow()  # what a second tier has is read into these pages, perhaps without any store()
-        has_others = self._below is not None or isinstance(self.manager, RemoteManager)
+        has_others = self._below is not None or isinstance(self._manager, RemoteManager)
         if has_others and timeout != 0 and not results:
             time.sleep(_PAUSE if timeout is None else min(timeout, _PAUSE))
-        if isinstance(self.manager, RemoteManager):
-            self.manager._session.poll()
+        if isinstance(self._manager, RemoteManager):
+            self._manager._session.poll()
         if self._below is not None:
             self._below.poll(some_ended=bool(results))
         return results
@@ -481,7 +510,7 @@ class PrefixCache(NotCopyable):
         self._handler._native.check_process()  # a fork may have the lock, held forever
         if not self._is_list and not isinstance(gpu, PagedLayout):
             raise TypeError(f"gpu is {kind_of(gpu)}; pass a PagedLayout, as before")
-        handler, manager = self._handler, self.manager
+        handler, manager = self._handler, self._manager
         rebind = manager._pools.rebind if isinstance(manager, RemoteManager) else handler.rebind
         rebind(gpu if self._is_list else [gpu])  # type: ignore[list-item]
 
@@ -491,7 +520,7 @@ class PrefixCache(NotCopyable):
         Raises RuntimeError if there is none.
         """
         if self._below is None:
-            if isinstance(self.manager, RemoteManager):
+            if isinstance(self._manager, RemoteManager):
                 raise RuntimeError(
                     "below_stats() is not available with a server, which has the second tier"
                 )
@@ -505,8 +534,8 @@ class PrefixCache(NotCopyable):
         """
         if self._below is not None:
             self._below.close()
-        if isinstance(self.manager, RemoteManager):
-            _close_served(self._handler, self.manager)
+        if isinstance(self._manager, RemoteManager):
+            _close_served(self._handler, self._manager)
         self._handler.close()
 
     def __enter__(self) -> PrefixCache:
@@ -518,10 +547,10 @@ class PrefixCache(NotCopyable):
 
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
-        if not self._are_ready and isinstance(self.manager, BlockManager):
+        if not self._are_ready and isinstance(self._manager, BlockManager):
             # Not num_ready_pages, which raises for a closed pool: poll() still has results then.
             ready = [pool._ready_range.end_page for pool in self.pools]
-            self.manager.grow(ready)
+            self._manager.grow(ready)
             self._are_ready = ready == [pool.num_pages for pool in self.pools]
 
     def _load(
@@ -535,12 +564,12 @@ class PrefixCache(NotCopyable):
         """Loads the blocks of a prompt, if all are ready."""
         # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
-        reserved = self.manager._prepare_load(prompt.keys)
+        reserved = self._manager.prepare_load(prompt.keys)
         if reserved is None:
             self._handler._check_options(after, layer_groups)
             return None
         try:
-            if isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
+            if isinstance(self._manager, RemoteManager):  # perhaps since a store of ours failed
                 self._handler._native.mark_written(reserved.pages)
             return self._handler._submit(
                 LOADS,
@@ -583,7 +612,7 @@ class PrefixCache(NotCopyable):
         if self._was_polled:
             return
         for group in range(len(self.pools)):
-            stats = self.manager.stats(group)
+            stats = self._manager.stats(group)
             if 0 < stats.pages == stats.filling_pages:
                 self._was_polled = True
                 log.warning(

@@ -45,9 +45,9 @@ class Lookup(NamedTuple):
             them.
         asking (int): keys after `found` that the second tier of a PrefixCache is being asked for.
             If it is not 0, a lookup after a later poll() may find more.
-        lease (Reservation | None): of PrefixCache.lookup(hold=True): keeps the blocks that the
-            prefix `ready` needs on the host until its let_go(), or until it is dropped. None if
-            nothing is ready.
+        lease (Reservation | None): with hold=True, unless nothing is ready: keeps the blocks that
+            the prefix `ready` needs on the host until its let_go(). One of a PrefixCache also ends
+            when it is dropped.
     """
 
     found: int
@@ -133,8 +133,7 @@ class BlockManager(NotCopyable, native.BlockManager):
 
     A caller that copies blocks reserves pages first (prepare_load(), prepare_store()), and reports
     the end of the copy with complete() or fail(). Until then nobody else gets these pages. Every
-    reservation must be ended after its copy, even after reset(). If one is dropped before, its
-    blocks are forgotten, and its pages are never used again: the copy may still run.
+    reservation must be ended after its copy, even after reset(): see may_be_dropped.
 
     A key stands for the contents of a block, and the caller guarantees that they match. The keys of
     a prompt come from a PrefixHasher; or are a list of None, bool, int, float, str, bytes and
@@ -156,6 +155,9 @@ class BlockManager(NotCopyable, native.BlockManager):
             it. Only the latest keys are counted, as many as there are pages.
         below_policy (str | None): which blocks a second tier gets: "reused", those that a load or
             touch() has used since they were stored; "all"; None is none.
+        may_be_dropped (bool): a reservation that is dropped ends as if nothing was copied. By
+            default its blocks are forgotten, and its pages are never used again: the copy may still
+            run.
 
     Attributes:
         groups (tuple[BlockGroup, ...]): the groups.
@@ -174,6 +176,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         eviction_policy: str = "lru",
         store_threshold: int = 1,
         below_policy: BelowPolicy | None = None,
+        may_be_dropped: bool = False,
     ) -> None:
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
@@ -189,7 +192,8 @@ class BlockManager(NotCopyable, native.BlockManager):
         ]
         policy = POLICIES.index(eviction_policy)
         below = 0 if below_policy is None else BELOW_POLICIES.index(below_policy) + 1
-        native.BlockManager.__init__(self, native_groups, self._is_list, policy, threshold, below)
+        of_all = threshold, below, read_switch("may_be_dropped", may_be_dropped)
+        native.BlockManager.__init__(self, native_groups, self._is_list, policy, *of_all)
         self._grow(ready)
 
     def __repr__(self) -> str:

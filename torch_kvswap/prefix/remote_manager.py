@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from torch_kvswap._native.arguments import Int64Array, NotCopyable, read_int, read_switch
-from torch_kvswap._native.ids import split_groups
+from torch_kvswap._native.arguments import Int64Array, read_int, read_switch
 from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.block_groups import BlockGroup, unit_tokens
-from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
-from torch_kvswap.prefix.manager import BlockStats, Lookup, needed_blocks
+from torch_kvswap.prefix.hashing import KEY_BYTES
+from torch_kvswap.prefix.manager import BlockStats, Lookup
 from torch_kvswap.prefix.protocol import Op, pack, pack_keys
 from torch_kvswap.prefix.remote_pools import RemotePools
 from torch_kvswap.prefix.session import RemoteReservation, Session
 
 
-class RemoteManager(NotCopyable):
-    """The index of a server, which other engines change, too: `manager` of PrefixCache.connect().
+class RemoteManager:
+    """The index of a server, with the methods of a BlockManager that has a list of groups.
 
     A call that needs an answer waits for it, at most for the server's deadline. Without a server
     lookups find nothing, and loads and stores get no pages. What one engine is storing is pending
     for all.
-
-    Any thread may call any method. In a forked child every call raises RuntimeError.
 
     Attributes:
         groups, unit_tokens: see BlockManager.
     """
 
     def __init__(
-        self, session: Session, pools: RemotePools, groups: tuple[BlockGroup, ...], is_list: bool
+        self, session: Session, pools: RemotePools, groups: tuple[BlockGroup, ...]
     ) -> None:
-        self.groups, self._is_list = groups, is_list
+        self.groups = groups
         self.unit_tokens = unit_tokens(groups)
         self._session, self._pools = session, pools
         self._dropped = 0  # stores without a server; guarded by the session's lock
@@ -45,59 +41,31 @@ class RemoteManager(NotCopyable):
     def __repr__(self) -> str:
         return f"RemoteManager({self._session!r})"
 
-    # What anybody may call, with the keys of a group, or a list with those of each.
+    def touch(self, keys: list[bytes]) -> None:
+        self._session.wait(pack_keys(Op.TOUCH, (), keys))
 
-    def needed_blocks(self, prefix: int) -> range | list[range]:
-        """See BlockManager.needed_blocks()."""
-        needed = needed_blocks(self.groups, prefix)
-        return needed if self._is_list else needed[0]
-
-    def touch(self, keys: Keys | Sequence[Keys]) -> None:
-        """See BlockManager.touch()."""
-        self._session.wait(pack_keys(Op.TOUCH, (), self._read(keys)))
-
-    def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
-        """See BlockManager.order()."""
-        renews = read_switch("renew", renew)
-        self._session.wait(pack_keys(Op.ORDER, [renews], self._read(keys)))
+    def order(self, keys: list[bytes], *, renew: bool = False) -> None:
+        self._session.wait(pack_keys(Op.ORDER, [read_switch("renew", renew)], keys))
 
     def reset(self) -> None:
-        """Forgets all blocks, also those of other engines.
-
-        If the server does not answer, it forgets them when it is joined again.
-        """
         self._session.reset()
         self._session.wait()
 
     def stats(self, group: int = 0) -> BlockStats:
-        """The server's statistics of a group, of all engines; zeros without a server.
-
-        `refused` also counts the stores of this engine that found no server.
-        """
         group = read_int("group", group, 0, len(self.groups) - 1)
         answer = self._session.ask(pack(Op.STATS, [group]))
         fields = len(dataclasses.fields(BlockStats))
         stats = BlockStats(*([0] * fields if answer is None else answer))
         return dataclasses.replace(stats, refused=stats.refused + self._dropped)
 
-    def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
-        if not self._is_list:
-            return [native.join_keys("keys", keys)]
-        split = enumerate(split_groups("keys", keys, len(self.groups)))
-        return [native.join_keys(f"keys[{group}]", of_group) for group, of_group in split]
-
-    # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
-
-    def _lookup(self, keys: list[bytes], *, again: bool = False, hold: bool = False) -> Lookup:
-        """See PrefixCache.lookup()."""
+    def lookup(self, keys: list[bytes], *, again: bool = False, hold: bool = False) -> Lookup:
         session, is_again = self._session, read_switch("again", again)
         lease = session.reserve(is_load=True, is_lease=True) if read_switch("hold", hold) else None
         message = pack_keys(Op.LOOKUP, [is_again, 0 if lease is None else lease.id], keys)
         found, ready, pending, asking = session.ask(message) or (0, 0, 0, 0)
         return Lookup(found, ready, pending, asking, lease if ready else None)
 
-    def _prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
-        """See BlockManager.prepare_load()."""
+    def prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         made = self._session.reserve(is_load=True)
         answer = self._session.ask(pack_keys(Op.LOAD, [made.id], keys))
         if answer is None or len(answer) * KEY_BYTES < sum(map(len, keys)):
@@ -105,8 +73,7 @@ class RemoteManager(NotCopyable):
         made.pages = _split(answer, keys)
         return made
 
-    def _prepare_store(self, keys: list[bytes], *, hold: bool = False) -> RemoteReservation | None:
-        """See BlockManager.prepare_store()."""
+    def prepare_store(self, keys: list[bytes], *, hold: bool = False) -> RemoteReservation | None:
         session, holds = self._session, read_switch("hold", hold)
         made = session.reserve(is_load=False)
         lease = session.reserve(is_load=True, is_lease=True) if holds else None

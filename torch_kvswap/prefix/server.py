@@ -170,7 +170,7 @@ class _Pages:
             fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
             groups.append(BlockGroup(count, **fields))
         below = None if store is None else below_policy
-        self.manager = BlockManager(groups, below_policy=below)
+        self.manager = BlockManager(groups, below_policy=below, may_be_dropped=True)
         self.tier: Tier | None = None
         if store is not None:
             formats = list(map(PageFormat, self.pools, cache["pages"]))
@@ -450,7 +450,7 @@ class PageServer:
 
     def _lookup(self, keys: list[bytes], again: bool, hold: bool = False) -> Lookup:
         """Also asks the second tier."""
-        found = self._manager._lookup(keys, again=again, hold=hold)
+        found = self._manager.lookup(keys, again=again, hold=hold)
         return found if self._tier is None else self._tier.ask(found, keys)
 
     def _on_lookup(self, session: _Session, numbers: array[int], data: bytes) -> None:
@@ -463,7 +463,7 @@ class PageServer:
     def _on_load(self, session: _Session, numbers: array[int], data: bytes) -> None:
         number, *counts = numbers.tolist()
         keys = self._keys(counts, data)
-        held = self._manager._prepare_load(keys)
+        held = self._manager.prepare_load(keys)
         if held is None:
             return session.answer()
         self._keep(session, number, held)
@@ -520,7 +520,7 @@ class PageServer:
         number, lease, *counts = numbers.tolist()
         of_groups = self._keys(counts, data)
         try:
-            store = self._manager._prepare_store(of_groups, hold=bool(lease))
+            store = self._manager.prepare_store(of_groups, hold=bool(lease))
         except ValueError as error:  # a key occurs twice
             return session.refuse(error)
         if store is None:

@@ -58,7 +58,7 @@ def finds_all(engine: Engine) -> bool:
 
 
 def holds_nothing(engine: Engine) -> bool:
-    stats = engine.prefixes.manager.stats()
+    stats = engine.prefixes.stats()
     return stats.free_pages + stats.idle_pages == stats.pages
 
 

@@ -105,7 +105,7 @@ def test_holding_pages_without_use_changes_no_order(policy, is_use):
     manager = BlockManager(3, eviction_policy=policy)
     for key in "abc":
         manager.complete(manager.prepare_store([key]))
-    load = manager.prepare_load(["a"]) if is_use else manager._hold([["a"]])
+    load = manager.prepare_load(["a"]) if is_use else manager._hold(["a"])
     manager.complete(manager.prepare_store(["d"]))
     assert [manager.lookup([key]).ready for key in "abcd"] == [1, 0, 1, 1]
     manager.complete(load)
@@ -119,7 +119,7 @@ def test_a_prompt_extended_under_a_hold_is_newest(policy):
     manager = BlockManager(6, eviction_policy=policy)
     for keys in ("ab", "cd"):
         manager.complete(manager.prepare_store([*keys]))
-    held = manager._hold([["a", "b"]])
+    held = manager._hold(["a", "b"])
     manager.complete(manager.prepare_store(["a", "b", "e"]))
     manager.complete(held)
     manager.complete(manager.prepare_store(["f", "g", "h"]))
@@ -166,7 +166,7 @@ def test_what_evictions_have_skipped_can_be_evicted(policy, how):
     manager = BlockManager(5, eviction_policy=policy)
     for key in "abcde":
         manager.complete(manager.prepare_store([key]))
-    held = manager._hold([["a"]]), manager._hold([["b"]])
+    held = manager._hold(["a"]), manager._hold(["b"])
     manager.complete(manager.prepare_store(["f"]))  # skips a and b, evicts c
     if how == "is released":
         manager.complete(held[1])

@@ -37,7 +37,7 @@ class Server:
         tokens = tuple(self._random.choices((0, 1), (3, 1), k=self._random.randint(2, 8)))
         keys = [[(group, *tokens[: end + 1]) for end in range(len(tokens))] for group in range(2)]
         found = self.prefixes.lookup([of_group[:-1] for of_group in keys]).ready
-        needed = self.prefixes.manager.needed_blocks(found)
+        needed = self.prefixes.needed_blocks(found)
         tables = [self._random.sample(range(GPU_BLOCKS), len(tokens)) for _ in range(2)]
         if self._marks:
             for table, of_group in zip(tables, needed, strict=True):

@@ -260,12 +260,12 @@ def test_a_lookup_holds_what_its_prefix_needs():
     manager = BlockManager([BlockGroup(3, 16), BlockGroup(3, 16, is_state=True)])
     keys = [["a", "b", "c"], ["x", "y", "z"]]
     manager.complete(manager.prepare_store(keys))
-    assert manager._lookup([["n"], ["n"]], hold=True).lease is None
-    found = manager._lookup([["a", "b", "c", "d"], ["x", "y", "z", "n"]], hold=True)
+    assert manager.lookup([["n"], ["n"]], hold=True).lease is None
+    found = manager.lookup([["a", "b", "c", "d"], ["x", "y", "z", "n"]], hold=True)
     assert manager.prepare_store([["n"], []]) is None
     assert manager.prepare_store([[], ["l", "m", "n"]]) is None
     manager.complete(manager.prepare_store([[], ["m", "n"]]))
-    assert manager._lookup(keys, again=True) == Lookup(3, 3, 0)
+    assert manager.lookup(keys, again=True) == Lookup(3, 3, 0)
     assert found.lease.let_go()
     assert manager.stats().loaded == 0
     assert manager.prepare_store([["n"], []]).pages[0].tolist() == [2], "the order has not changed"
@@ -455,7 +455,7 @@ def due(manager: BlockManager, keys: str, count: int = 100, end: bool = True) ->
     held, joined, _ = found
     hashed = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
     names = {hash_key(key): key for key in keys}
-    assert len(hashed) == len(held.pages[0])
+    assert len(hashed) == len(held.pages)
     if end:
         manager.complete(held)
     return "".join(names[key] for key in hashed)
@@ -523,7 +523,7 @@ def test_held_blocks_stay_and_keep_their_turn(policy: str) -> None:
         stored(manager, [key])
     held = manager._hold_due(1, 0)
     assert held is not None
-    assert set(evicted(manager, 2)).isdisjoint(held[0].pages[0].tolist())
+    assert set(evicted(manager, 2)).isdisjoint(held[0].pages.tolist())
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -570,26 +570,26 @@ def test_blocks_forgotten_while_written_are_not_below(by: str) -> None:
 
 def test_promoted_blocks_are_pending_then_ready() -> None:
     manager = BlockManager(4, store_threshold=2, below_policy="all")
-    promotion = manager._promote([["a", "b"]], manager.resets)
+    promotion = manager._promote(["a", "b"], manager.resets)
     assert promotion is not None
     assert manager.lookup(["a", "b"]) == Lookup(2, 0, 2)
     manager.complete(promotion, rejected=[1])
     assert manager.lookup(["a", "b"]) == Lookup(1, 1, 0)
     assert (manager.stats().promoted, manager.stats().stored, manager.stats().failed) == (1, 0, 1)
     assert due(manager, "a") == ""
-    assert manager._promote([list("abcde")], manager.resets) is None
+    assert manager._promote(list("abcde"), manager.resets) is None
 
 
 def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
     manager = BlockManager(4)
-    promotion = manager._promote([["a", "b"]], manager.resets)
+    promotion = manager._promote(["a", "b"], manager.resets)
     assert promotion is not None
     manager._abandon(promotion)
     assert manager.lookup(["a", "b"]).found == 0
     assert manager.stats().failed == 2
     manager.reset()
     assert (manager.stats().free_pages, manager.prepare_store(list("vwx"))) == (2, None)
-    again = manager._promote([["a", "b"]], manager.resets)
+    again = manager._promote(["a", "b"], manager.resets)
     manager.complete(promotion)
     assert manager.lookup(["a", "b"]) == Lookup(2, 0, 2), "those that came later wait for their own"
     assert manager.stats().failed == 2

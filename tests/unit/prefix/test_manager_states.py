@@ -69,11 +69,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(keys=lists)
     def hold(self, keys: list[int]) -> None:
-        held = self.manager._hold([keys])
+        held = self.manager._hold(keys)
         assert (held is None) == self.model.ready.isdisjoint(keys)
         if held is None:
             return
-        pages = held.pages[0].tolist()
+        pages = held.pages.tolist()
         assert pages == [self.model.page_of[key] for key in keys if key in self.model.ready]
         self.model.hold(pages, in_place=True)
         self.flights.append(Flight(held, pages, {}))

@@ -54,10 +54,10 @@ def test_groups_load_what_they_need(device: str) -> None:
 def test_store_says_why_nothing_is_stored():
     def why(prefixes, keys):
         """What a store without a job says, and how many more stores were refused."""
-        before = prefixes.manager.stats()
+        before = prefixes.stats()
         stored = prefixes.store(keys, [*range(len(keys))])
         assert stored.job is None
-        after = prefixes.manager.stats()
+        after = prefixes.stats()
         return stored.state, after.refused - before.refused
 
     prefixes, _ = make()
@@ -100,7 +100,7 @@ def test_a_wrong_option_is_refused_without_a_copy():
         assert error_text(prefixes.load, ["a"], [1], expedited="no") == (
             "TypeError: expedited is 'no'; it must be True or False"
         )
-        assert prefixes.manager.stats().filling_pages == 1
+        assert prefixes.stats().filling_pages == 1
 
 
 def test_after_is_checked_without_a_copy():
@@ -114,7 +114,7 @@ def test_after_is_checked_without_a_copy():
             error_text(prefixes.store, ["a"], [1], after=object()),
             error_text(prefixes.store, ["a"], [1], hold=True, after=object()),
         ]
-        assert prefixes.manager.stats().idle_pages == 1
+        assert prefixes.stats().idle_pages == 1
     of_after = (
         "TypeError: after= is an object, but transfers of a cache on the CPU run inside the call "
         "and cannot wait for a stream; wait on the host first, and pass None or ()"
@@ -133,7 +133,7 @@ def test_a_preemption_that_cannot_be_submitted_holds_nothing():
         tensor.data = tensor.clone()
         with pytest.raises(RuntimeError, match="has moved"):
             prefixes.store(["a", "b"], [1, 2], hold=True)
-        stats = prefixes.manager.stats()
+        stats = prefixes.stats()
         assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
 
 
@@ -157,7 +157,7 @@ def test_a_prefix_cache_has_its_handlers_calls() -> None:
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_a_manager_outlives_jobs_nobody_polled(is_closed: bool) -> None:
     prefixes, _ = make()
-    manager = prefixes.manager
+    manager = prefixes._manager
     prefixes.store(["a", "b"], [0, 1])
     if is_closed:
         prefixes.close()
@@ -277,7 +277,7 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str]) -> None:
     with prefixes:
         prefixes.store(["a", "b"], [0, 1])
         prefixes.poll()
-        before = prefixes.manager.stats()
+        before = prefixes.stats()
         for call in (prefixes.store, partial(prefixes.store, hold=True)):
             with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 999; there are 16 GPU"):
                 call(keys, [0, 999])
@@ -289,7 +289,7 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str]) -> None:
             prefixes.load(keys, [0])
         with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 16; there are 16 GPU"):
             prefixes.load(keys, [0, 16])
-        assert prefixes.manager.stats() == before, "nothing is left behind"
+        assert prefixes.stats() == before, "nothing is left behind"
 
 
 @simulated
@@ -307,13 +307,13 @@ def test_a_prefix_cache_starts_during_pinning(driver: Driver) -> None:
         prefixes.synchronize(
             prefixes.store(names[8:9], [8]).job
         )  # the end of the prompt goes for it
-        assert prefixes.manager.stats().evicted == 1
+        assert prefixes.stats().evicted == 1
         prefixes.poll()
         steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
         prefixes.synchronize(prefixes.store(names[9:], [9, 10, 11, 12]).job)
         prefixes.poll()
-        stats = prefixes.manager.stats()
+        stats = prefixes.stats()
         assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
         blocks, kept = [*range(7), *range(8, 13)], rows.clone()
         rows.zero_()
@@ -337,7 +337,7 @@ def test_a_prefix_cache_uses_the_pinned_pages(driver: Driver) -> None:
         for i in range(20):
             prefixes.synchronize(prefixes.store([f"{i}"], [i % 16]).job)
             prefixes.poll()
-        assert prefixes.manager.stats().evicted == 12
+        assert prefixes.stats().evicted == 12
         prefixes.store(["last"], [0])
     assert len(prefixes.poll()) == 1, "the pool is closed"
 
@@ -392,7 +392,7 @@ def test_submitting_and_collecting_threads_lose_no_job():
         over.set()
         collector.join()
         prefixes.poll()
-        stats = prefixes.manager.stats()
+        stats = prefixes.stats()
         assert stats.free_pages + stats.idle_pages == 8
         assert stats.stored == 150
 
@@ -422,7 +422,7 @@ def test_an_early_poll_ends_the_reservation(
         assert prefixes.load(["a"], [5]) if direction == "load" else prefixes.store(["b"], [2]).job
         poller.join(PATIENCE)
         assert [result.direction for result in results] == [direction]
-        stats = prefixes.manager.stats()
+        stats = prefixes.stats()
         assert stats.free_pages + stats.idle_pages == PAGES
 
 
@@ -445,7 +445,7 @@ def test_a_block_is_stored_for_one_key():
             several.store, keys, [[0, 1, 2], [0, 0, 3]]
         )
         for each in (prefixes, pages, several):
-            assert each.manager.stats().filling_pages == 0
+            assert each.stats().filling_pages == 0
             assert each.jobs_using([[3, 3], [3]] if each is several else [3, 3]) == []
 
 
@@ -470,7 +470,7 @@ def test_keys_without_gpu_block_are_left_out(per_page: int) -> None:
         prefixes.poll()
         held = prefixes.store(["x", *keys[1:]], blocks, hold=True)
         assert held.state == "present"  # the host has the two blocks that are on the GPU
-        assert prefixes.manager.stats().idle_pages == 0
+        assert prefixes.stats().idle_pages == 0
 
 
 def test_a_load_needs_all_blocks_of_its_prefix() -> None:
@@ -481,7 +481,7 @@ def test_a_load_needs_all_blocks_of_its_prefix() -> None:
         keys = [["a", "b", "c", "d"], ["B", "D"]]
         prefixes.store(keys, [[0, 1, 2, 3], [0, 1, 2, 3]])
         prefixes.poll()
-        assert prefixes.manager.needed_blocks(2) == [range(4), range(1, 2)]
+        assert prefixes.needed_blocks(2) == [range(4), range(1, 2)]
         prefixes.load(keys, [[4, 5, 6, 7], [-1, -1, 6, 7]], prefix=2)
         assert layouts[1].tensors[0][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
         errors = [
@@ -494,7 +494,7 @@ def test_a_load_needs_all_blocks_of_its_prefix() -> None:
             )
         ]
         prefixes.poll()
-        assert [prefixes.manager.stats(group).idle_pages for group in (0, 1)] == [4, 2]
+        assert [prefixes.stats(group).idle_pages for group in (0, 1)] == [4, 2]
     assert_expected_inline(
         "\n".join(errors),
         """\
@@ -547,15 +547,15 @@ def test_a_held_request_is_loaded_or_lost() -> None:
         held = prefixes.store(["a", "b"], [1, 2], hold=True)
         assert resume(prefixes, held, ["a", "b"], [8, 9]) == "pending"
         prefixes.poll()
-        assert prefixes.manager.stats().idle_pages == 0
+        assert prefixes.stats().idle_pages == 0
         assert resume(prefixes, held, ["a", "b"], [8, 9]) == "loaded"
         assert tensor[8:10, 0].tolist() == [1, 2]
         prefixes.poll()
-        assert prefixes.manager.stats().idle_pages == 2
+        assert prefixes.stats().idle_pages == 2
         held = prefixes.store(["a", "b"], [8, 9], hold=True)
-        prefixes.manager.reset()
+        prefixes.reset()
         assert resume(prefixes, held, ["a", "b"], [8, 9]) == "lost"
-        assert prefixes.manager.stats().free_pages == PAGES
+        assert prefixes.stats().free_pages == PAGES
 
 
 def test_a_dropped_lease_ends_its_hold() -> None:
@@ -563,9 +563,9 @@ def test_a_dropped_lease_ends_its_hold() -> None:
     with prefixes:
         held = prefixes.store(["a", "b"], [1, 2], hold=True)
         prefixes.poll()
-        assert prefixes.manager.stats().idle_pages == 0
+        assert prefixes.stats().idle_pages == 0
         del held
-        assert prefixes.manager.stats().idle_pages == 2
+        assert prefixes.stats().idle_pages == 2
 
 
 def test_a_refused_store_holds_nothing() -> None:
@@ -576,7 +576,7 @@ def test_a_refused_store_holds_nothing() -> None:
         for keys, how in (["a"], {"after": object()}), (["a", "b"], {"after": object()}):
             with pytest.raises(TypeError) as error:
                 prefixes.store(keys, [1, 2][: len(keys)], hold=True, **how)
-            assert prefixes.manager.stats().idle_pages == 1
+            assert prefixes.stats().idle_pages == 1
             del error
         with pytest.raises(TypeError, match="hold"):
             prefixes.store(["a"], [1], hold=1)  # type: ignore[arg-type]
@@ -665,7 +665,7 @@ def test_only_blocks_that_overflow_are_forgotten():
         (result,) = prefixes.poll()
         assert (result.ok, result.rejected) == (False, (2,))
         assert prefixes.lookup(keys) == Lookup(2, 2, 0)  # not past the block that is missing
-        stats = prefixes.manager.stats()
+        stats = prefixes.stats()
         assert (stats.stored, stats.failed, stats.idle_pages, stats.free_pages) == (3, 1, 3, 3)
         prefixes.load(keys, [8, 9, 10, 11], prefix=2).synchronize()
         assert [cache.bytes_of(block) for block in (8, 9)] == list(map(cache.bytes_of, (0, 1)))
@@ -686,7 +686,7 @@ def test_missing_blocks_of_a_load_are_forgotten():
         assert (result.direction, result.rejected) == ("load", (1,))
         assert prefixes.lookup(["a", "b", "c"]) == Lookup(1, 1, 0)
         assert cache.bytes_of(10) == cache.bytes_of(2)
-        assert prefixes.manager.stats().idle_pages == 2
+        assert prefixes.stats().idle_pages == 2
 
 
 def test_a_held_request_with_an_overflow_is_lost():
@@ -695,7 +695,7 @@ def test_a_held_request_with_an_overflow_is_lost():
         held = prefixes.store(["a", "b", "c"], [0, 1, 2], hold=True)
         prefixes.poll()
         assert resume(prefixes, held, ["a", "b", "c"], [8, 9, 10]) == "lost"
-        stats = prefixes.manager.stats()
+        stats = prefixes.stats()
         assert (stats.idle_pages, stats.free_pages) == (2, 4)
 
 
@@ -711,5 +711,5 @@ def test_rejected_blocks_of_each_group_are_forgotten():
         prefixes.store([["a", "b"], ["s", "t"]], [[0, 1, 2], [0, 1]])
         (result,) = prefixes.poll()
         assert result.rejected == (2, 4)
-        assert [prefixes.manager.stats(group).failed for group in range(2)] == [1, 1]
+        assert [prefixes.stats(group).failed for group in range(2)] == [1, 1]
         assert prefixes.lookup([["a", "b"], ["s", "t"]]) == Lookup(1, 1, 0)

@@ -125,7 +125,7 @@ def test_a_preempted_request_holds_pages_after_a_reset(path: str) -> None:
         keys = list(map(key_of, "abcd"))
         held = engine.prefixes.store(keys, range(4), hold=True)
         engine.prefixes.poll()
-        other.prefixes.manager.reset()
+        other.prefixes.reset()
         assert engine.find("abcd") == Lookup(0, 0, 0)
         assert other.pages.free_pages == 0
         assert resume(engine.prefixes, held, keys, range(4)) == "lost"
@@ -133,21 +133,20 @@ def test_a_preempted_request_holds_pages_after_a_reset(path: str) -> None:
         assert other.pages.free_pages == 4
 
 
-def test_block_manager_calls_reach_the_server(path: str) -> None:
+def test_calls_of_the_index_reach_the_server(path: str) -> None:
     with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
-        manager = engine.prefixes.manager
         engine.compute("abcd")
-        manager.touch([key_of("a")])
+        engine.prefixes.touch([key_of("a")])
         engine.compute("e")  # evicts the oldest, d: a prompt is evicted from its end
         assert [other.find([name]).ready for name in "abcde"] == [1, 1, 1, 0, 1]
-        manager.order([key_of("c")], renew=True)
+        engine.prefixes.order([key_of("c")], renew=True)
         engine.compute("f")
         assert [other.find([name]).ready for name in "abcef"] == [1, 0, 1, 1, 1]
         with pytest.raises(ValueError, match=r"keys\[1\] is the same key as keys\[0\]"):
             engine.prefixes.store([key_of("g")] * 2, [1, 2], hold=True)
         assert engine.prefixes.store([key_of(name) for name in "uvwxyz"], range(6)).state == "full"
         assert engine.pages.refused == 1
-        manager.reset()
+        engine.prefixes.reset()
         assert other.find(["a"]).found == 0
         assert engine.pages.free_pages == 4
 
@@ -248,14 +247,14 @@ def test_groups_of_layers_have_pages_of_their_own(path: str) -> None:
         first.poll()
         found = second.lookup(keys)
         assert found.ready == 3
-        assert second.manager.needed_blocks(3) == [range(6), range(1, 3)]
-        second.manager.touch([b"".join(of_group) for of_group in keys])  # in a row, as any keys
+        assert second.needed_blocks(3) == [range(6), range(1, 3)]
+        second.touch(keys)
         second.load(keys, [[10, 11, 12, 13, 14, 15], [-1, 2, 3]], prefix=3).synchronize()
         assert torch.equal(mine[0][1:7], others[0][10:16])
         assert torch.equal(mine[1][8:10], others[1][2:4])
         assert not others[1][[0, 1, *range(4, 16)]].any()
         second.poll()
-        assert second.manager.stats(1).loaded == 2
+        assert second.stats(1).loaded == 2
         with pytest.raises(ValueError, match=r"needs 8 blocks, but keys\[0\] has 6 keys"):
             second.load(keys, [[1] * 6, [1, 2, 3]], prefix=4)
         first.close()
@@ -288,16 +287,16 @@ def test_engines_tell_the_next_server_of_a_reset(path: str, tmp_path: Any, survi
             engine.until(lambda: len(list(tmp_path.glob("*@*"))) == 8)
             if survivor == "that did it":
                 left = stack.enter_context(ServedEngine(path))
-                left.prefixes.manager.reset()
+                left.prefixes.reset()
             elif survivor == "that heard of it":
                 left = stack.enter_context(ServedEngine(path))
-                engine.prefixes.manager.reset()
+                engine.prefixes.reset()
                 assert left.find(PROMPT).found == 0
             elif survivor == "that was told":
                 left = stack.enter_context(ServedEngine(path))
-                engine.prefixes.manager.reset()
+                engine.prefixes.reset()
             else:
-                engine.prefixes.manager.reset()
+                engine.prefixes.reset()
                 left = stack.enter_context(ServedEngine(path))
         assert left.find(PROMPT).found == 0  # the request fails before an answer is read
         with serving(path, **below):
@@ -311,7 +310,7 @@ def test_a_reset_without_a_server_is_not_lost(path: str) -> None:
     with contextlib.ExitStack() as stack:
         with serving(path):
             engine, other = (stack.enter_context(ServedEngine(path)) for _ in range(2))
-            engine.prefixes.manager.reset()
+            engine.prefixes.reset()
             assert other.find(PROMPT).found == 0
             joining = engine.session
             join = joining.join
@@ -320,7 +319,7 @@ def test_a_reset_without_a_server_is_not_lost(path: str) -> None:
             other.until(lambda: other.is_served)
             other.compute(PROMPT)
             assert other.find(PROMPT).ready == 8
-            engine.prefixes.manager.reset()
+            engine.prefixes.reset()
             joins.set()
             engine.until(lambda: engine.is_served)
             assert engine.find(PROMPT).found == other.find(PROMPT).found == 0
@@ -383,7 +382,7 @@ def test_a_closed_engine_keeps_no_server_memory(path: str) -> None:
 def test_a_cache_moves_while_pages_stay(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(path), ServedEngine(path) as engine:
         engine.compute("ab")
-        changing, rebind, held = engine.prefixes.manager._pools.changing, OffloadHandler.rebind, []
+        changing, rebind, held = engine.prefixes._manager._pools.changing, OffloadHandler.rebind, []
 
         def look(*of: Any) -> None:
             held.append(changing.locked())
@@ -537,12 +536,12 @@ def test_a_forked_child_is_refused(path: str) -> None:
 
     with serving(path), ServedEngine(path) as engine:
         engine.compute("a")
-        manager = engine.prefixes.manager
+        prefixes = engine.prefixes
 
         def child() -> bool:
             keys = [key_of("a")]
-            errors = [error_text(call, keys) for call in (engine.prefixes.lookup, manager.touch)]
-            errors += [error_text(manager.reset), error_text(engine.prefixes.load, keys, [0])]
+            errors = [error_text(call, keys) for call in (prefixes.lookup, prefixes.touch)]
+            errors += [error_text(prefixes.reset), error_text(prefixes.load, keys, [0])]
             return all("forked from it" in error for error in errors)
 
         thread = threading.Thread(target=asks)

@@ -187,7 +187,7 @@ def test_a_stopped_engine_keeps_its_pages(path: str) -> None:
 
 def test_pages_of_a_lost_device_stay_held_without_connection(path: str) -> None:
     with serving(path, 4), ServedEngine(path) as engine, ServedEngine(path) as other:
-        store = engine.prefixes.manager._prepare_store([b"".join(map(key_of, range(4)))])
+        store = engine.prefixes._manager.prepare_store([b"".join(map(key_of, range(4)))])
         store._end(Outcome.LOST, [])
         engine.session.poll()
         engine.session._connection.shutdown(socket.SHUT_RDWR)
@@ -230,7 +230,7 @@ def test_engines_outlive_a_killed_server(pages: int, path: str) -> None:
         assert engine.prefixes.load(KEYS, range(8)) is None
         assert resume(engine.prefixes, held, KEYS, range(8)) == "lost"
         assert engine.prefixes.store(KEYS, range(8), hold=True).state == "full"
-        engine.prefixes.manager.touch(KEYS)
+        engine.prefixes.touch(KEYS)
         assert (engine.pages.pages, engine.pages.refused) == (0, 2)
         with serving(path, pages):
             engine.until(lambda: engine.is_served)
@@ -318,7 +318,7 @@ def test_a_hung_server_costs_one_deadline(
         for _ in range(100):  # without waiting
             assert engine.prefixes.lookup(KEYS) == NOTHING
         if is_reset:
-            engine.prefixes.manager.reset()
+            engine.prefixes.reset()
         server.send(signal.SIGCONT)
         for _ in range(100):
             assert not engine.is_served  # its store was not reported
@@ -396,7 +396,7 @@ def test_no_interrupted_call_keeps_a_page(call: str, path: str) -> None:
             assert counts(engine)[2:] == (0, 0), at
             (session,) = server._sessions.values()
             assert not session.has_pages
-            engine.prefixes.manager.reset()
+            engine.prefixes.reset()
             if not is_interrupted:
                 break
     assert at > 20

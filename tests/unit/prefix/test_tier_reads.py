@@ -117,7 +117,7 @@ def test_waking_a_thread_keeps_the_gil(call: str, store: MemoryStore) -> None:
                 "lookup": lambda: engine.prefixes.lookup(key),
                 "submit": lambda: reads.submit(task),
             }
-            do = calls.get(call, engine.prefixes.manager.grow)
+            do = calls.get(call, engine.prefixes._manager.grow)
             waiting.start()
             native.wake(fd)
             # A short release is taken once in some thousand times, on a busy machine less often.
@@ -367,10 +367,10 @@ def test_pages_asked_for_before_a_reset_are_not_read(store: MemoryStore, reader:
     store.held = {"exists"}
     reader.prefixes.lookup(list(map(key_of, PROMPT)))
     assert in_time(lambda: len(store.waiting) == 1)
-    reader.prefixes.manager.reset()
+    reader.prefixes.reset()
     store.release()
     assert reader.find(PROMPT).found == 0
-    assert reader.prefixes.manager.stats().free_pages == 32
+    assert reader.prefixes.stats().free_pages == 32
 
 
 def flip(at: int) -> Callable[[bytes, bytes], bytes]:
@@ -462,7 +462,7 @@ def test_a_lookup_without_memory_ends(
             reader.until(lambda: reader.prefixes.lookup(keys, again=True).asking == 0)
         reader.until(lambda: bool(warnings))
     assert "MemoryError()" in warnings[0]
-    assert reader.prefixes.manager.stats().filling_pages == 0
+    assert reader.prefixes.stats().filling_pages == 0
     reader.until(lambda: works_again(reader) or reader.prefixes.lookup(keys).ready == len(PROMPT))
     assert reader.load(PROMPT) == len(PROMPT)
 
@@ -501,7 +501,7 @@ def test_a_hung_read_keeps_its_pages(
     operation: str, store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurry(monkeypatch)
-    manager = reader.prefixes.manager
+    manager = reader.prefixes._manager
     store.held = {operation}
     keys = list(map(key_of, PROMPT))
     calls = 4 if operation == "get" else 1
@@ -514,7 +514,7 @@ def test_a_hung_read_keeps_its_pages(
     assert (reader.stats.failed, reader.stats.hung) == (8, calls)
     written = 8 if operation == "get" else 0  # the store may still write these pages
     assert manager.stats().pages - manager.stats().free_pages == written
-    assert manager.prepare_store([str(i) for i in range(33 - written)]) is None
+    assert manager.prepare_store([[str(i) for i in range(33 - written)]]) is None
     if operation == "get":
         store.release()
         assert in_time(lambda: manager.stats().free_pages == 32)

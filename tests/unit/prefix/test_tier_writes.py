@@ -79,7 +79,7 @@ def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> N
 @pytest.fixture
 def change_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
     def change(engine: Engine) -> None:
-        engine.prefixes.manager.reset()
+        engine.prefixes.reset()
         monkeypatch.setattr(below_engine, "bytes_of", lambda key: 255 - bytes_of(key))
 
     return change
