@@ -18,6 +18,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def _file(text: str) -> Path:
+    """Refuses a folder before anything is measured."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text!r} is a folder; name a file")
+    return path
+
+
 def new_parser(description: str | None, of_gpu: bool = True) -> ArgumentParser:
     """With the options of every program. of_gpu: it measures a GPU, if there is one."""
     parser = ArgumentParser(
@@ -25,7 +33,7 @@ def new_parser(description: str | None, of_gpu: bool = True) -> ArgumentParser:
         epilog="The exit code is 1 if bytes are wrong.",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=_file, help="file for the figures")
     if of_gpu:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
