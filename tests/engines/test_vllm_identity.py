@@ -76,6 +76,15 @@ def test_addresses_ranks_and_memory_do_not_count(folder, monkeypatch):
         assert identity.describe_engine(a.config) == before
 
 
+def test_words_of_a_models_configuration_are_no_folders(folder, monkeypatch):
+    """An engine that is started in / has a folder opt beside it."""
+    with serving(folder) as a:
+        before = identity.describe_engine(a.config)
+        (folder / "opt").mkdir()
+        monkeypatch.chdir(folder)
+        assert identity.describe_engine(a.config) == before
+
+
 def test_media_without_names_are_refused(folder):
     with serving(folder) as a:
         model, cache = a.config.model_config, a.config.cache_config

@@ -71,8 +71,10 @@ def _plain(value: Any) -> Any:
         return value.name
     if hasattr(value, "to_json_string"):  # a model's configuration, after hf_overrides
         text = normalize_value(value)
+        # Its words are no paths, such as the model type "opt". Its own path is a field of vLLM.
         fields = json.loads(text) if isinstance(text, str) else dict(text)
-        return _plain({**fields, "_commit_hash": getattr(value, "_commit_hash", None)})
+        fields["_name_or_path"] = None
+        return {**fields, "_commit_hash": getattr(value, "_commit_hash", None)}
     if dataclasses.is_dataclass(value):
         # What a constructor does not take vLLM computes, also from what it measures.
         names = [
@@ -83,7 +85,7 @@ def _plain(value: Any) -> Any:
         left_out = _LEFT_OUT.split()
         return _plain({name: getattr(value, name, None) for name in names if name not in left_out})
     if isinstance(value, Mapping):
-        named = {str(name): _plain(one) for name, one in value.items() if name != "_name_or_path"}
+        named = {str(name): _plain(one) for name, one in value.items()}
         if secrets := named.get("model_loader_extra_config"):
             text = json.dumps(secrets, sort_keys=True)
             named["model_loader_extra_config"] = hashlib.sha256(text.encode()).hexdigest()
