@@ -1,6 +1,6 @@
 """A handler's metrics for Prometheus: `REGISTRY.register(Collector(handler, {"rank": "0"}))`.
 
-Needs the package prometheus-client. docs/grafana.json is a dashboard of these series.
+Needs the package prometheus-client.
 """
 
 from __future__ import annotations

@@ -600,9 +600,9 @@ class OffloadHandler(NotCopyable):
         """store() and load(), also those of a PrefixCache.
 
         `ids` are gpu_block_ids, page_ids and first_slot. The job takes the pages that are
-        `reserved`, if it is submitted, and poll() ends the reservation. A store whose blocks were
-        computed from the loads into the GPU blocks `computed_in` that were not reported yet runs
-        behind these loads, and fails if one of them does.
+        `reserved`, if it is submitted, and poll() ends the reservation. computed_in: the GPU blocks
+        from which the stored ones were computed. If a load into one of them was not reported yet,
+        the store runs after it, and fails with it.
         """
         # Each Python function that this path calls costs 3 us or more when it is not in the caches.
         submitting, groups = self._native, self._native.groups

@@ -156,8 +156,8 @@ class PrefixCache(NotCopyable):
         below_policy: BelowPolicy = "reused",
     ) -> None:
         # Everything else is refused before the handler takes staging memory.
-        of_handler = Groups(gpu, host)
-        is_list, pools = of_handler.is_list, of_handler.pools
+        passed = Groups(gpu, host)
+        is_list, pools = passed.is_list, passed.pools
         of_layers = read_layer_groups(groups, [pool.num_pages for pool in pools], is_list)
         _check_distinct_pools(pools)
         formats: list[PageFormat] = []
@@ -177,22 +177,23 @@ class PrefixCache(NotCopyable):
             may_be_dropped=True,
         )
         self._are_ready = ready == [pool.num_pages for pool in pools]
-        self._open(of_handler, of_layers, copy_method, staging_bytes, relays)
+        of_handler = Groups(passed.layouts, pools)  # in lists, as the reader makes them
+        self._open(of_handler, is_list, of_layers, copy_method, staging_bytes, relays)
         if below is not None:
             self._open_below(below, open_store, formats, self._manager)
 
     def _open(
         self,
         of_handler: Groups,
+        is_list: bool,
         of_layers: Sequence[BlockGroup],
         copy_method: str | None,
         staging_bytes: int,
         relays: Sequence[int],
     ) -> None:
-        """Initializes a prefix cache of any kind."""
-        self._is_list = of_handler.is_list
-        self._reader = ArgumentReader(of_handler.pools, of_layers, self._is_list)
-        of_handler.is_list = True  # the reader makes lists
+        """Initializes a prefix cache of any kind. is_list: the caller passes lists."""
+        self._is_list = is_list
+        self._reader = ArgumentReader(of_handler.pools, of_layers, is_list)
         self._below: Tier | None = None
         self._was_polled = False  # or was warned of it
         self._was_too_small = False  # the host, as was warned
@@ -259,11 +260,11 @@ class PrefixCache(NotCopyable):
         with contextlib.ExitStack() as undo:
             undo.callback(served.close)
             undo.callback(session.close)
-            of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
+            of_handler = Groups(layouts, served.pools)
             made = cls.__new__(cls)
             made._manager = RemoteManager(session, served, of_layers)
             made._are_ready = True
-            made._open(of_handler, of_layers, copy_method, staging_bytes, relays)
+            made._open(of_handler, is_list, of_layers, copy_method, staging_bytes, relays)
             undo.callback(made._handler.close)
             served.handler = made._handler
             session.start()
