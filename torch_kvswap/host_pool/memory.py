@@ -161,10 +161,8 @@ class ForeignMemory(Mapping):
             )
 
     def release(self) -> None:
-        """Drops the tensor and the table."""
+        """Drops the tensor. The table stays until nobody has this object, as a second tier may."""
         vars(self).pop("tensor", None)  # it may be called again
-        if self.table is not None:
-            self.table.release()
 
 
 class TorchMemory:

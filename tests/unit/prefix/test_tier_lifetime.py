@@ -59,6 +59,26 @@ def test_an_unclosed_store_keeps_pages_it_may_write(
     assert in_time(lambda: store.is_closed)
 
 
+def test_an_unclosed_store_keeps_checksums_it_may_write(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a pool over other memory, which has them in memory of their own."""
+    with Engine(store, verify="load") as writer:
+        writer.share(PROMPT)
+    reader, layout = MemoryStore(store.objects), PagedLayout([writer.tensor])
+    memory = torch.zeros(len(PROMPT) * writer.pool.page_bytes, dtype=torch.uint8)
+    pool = HostPool.over(memory, layout, verify="load")
+    prefixes = PrefixCache(layout, pool, below=reader, below_model="m")
+    reader.held = {"get"}
+    prefixes.lookup(list(map(key_of, PROMPT)))
+    assert in_time(lambda: len(reader.waiting) == 4)
+    hurry(monkeypatch)
+    pool.close()
+    reader.release()
+    assert in_time(lambda: reader.is_closed)
+    assert memory.any(), "nothing has come"
+
+
 def test_a_pool_outlives_its_closed_store(reader: Engine) -> None:
     assert reader.load(PROMPT) == len(PROMPT)
     reader.prefixes.close()
