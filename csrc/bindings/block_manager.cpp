@@ -357,7 +357,7 @@ class PyBlockManager {
 
   // Throws if it has ended, or if another manager has made it.
   void check_held(const Reservation& of) const {
-    if (of.is_held() && of.pages_of_job->manager == manager_.ended_pages()) return;
+    if (of.is_held() && of.pages_of_job->manager.lock() == manager_.ended_pages()) return;
     kvswap::fail<ValueError>("reservation ", of.id, " has ended before, or is another manager's");
   }
   void end(Reservation& of, prefix::Outcome outcome, prefix::RejectedPages rejected) {

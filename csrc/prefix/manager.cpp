@@ -21,9 +21,7 @@ constexpr size_t kAtOnce = 64;
 }  // namespace
 
 BlockManager::~BlockManager() {
-  while (reported_ != nullptr || (reported_ = ended_pages_->take()) != nullptr) {
-    delete std::exchange(reported_, reported_->next);
-  }
+  while (reported_ != nullptr) delete std::exchange(reported_, reported_->next);
 }
 
 BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)

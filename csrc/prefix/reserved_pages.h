@@ -33,13 +33,13 @@ struct Pin {
 // the job that copies.
 struct ReservedPages {
   // outcome: if nobody notes another one.
-  ReservedPages(std::shared_ptr<EndedPages> manager, Outcome outcome)
+  ReservedPages(std::weak_ptr<EndedPages> manager, Outcome outcome)
       : manager(std::move(manager)), outcome(outcome) {}
   ReservedPages(const ReservedPages&) = delete;
   ReservedPages& operator=(const ReservedPages&) = delete;
 
-  const std::shared_ptr<EndedPages> manager;  // where the manager that has made it finds its own
-  int64_t id = 0;                             // 0: the manager has not made it, or it has ended
+  const std::weak_ptr<EndedPages> manager;  // where the manager that has made it finds its own
+  int64_t id = 0;                           // 0: the manager has not made it, or it has ended
   std::vector<Pin> pins;  // in the order of the keys; guarded by the manager's lock
 
   Outcome outcome;
@@ -47,7 +47,7 @@ struct ReservedPages {
   ReservedPages* next = nullptr;  // in EndedPages
 };
 
-// Ends a reservation: tells its manager.
+// Ends a reservation: tells its manager, if there still is one.
 struct EndPages {
   void operator()(ReservedPages* of) const noexcept;
 };
@@ -92,10 +92,10 @@ class EndedPages {
 };
 
 inline void EndPages::operator()(ReservedPages* of) const noexcept {
-  if (of->id == 0) {
+  const auto to = of->id == 0 ? nullptr : of->manager.lock();
+  if (to == nullptr) {
     delete of;
   } else {
-    const auto to = of->manager;  // another thread may delete `of` at once
     to->push(of);
   }
 }

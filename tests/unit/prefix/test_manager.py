@@ -16,6 +16,7 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_script
 
 from torch_kvswap.prefix.block_groups import BlockGroup, unit_tokens
 from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, hash_key
@@ -281,6 +282,27 @@ def test_a_dropped_reservation_loses_its_pages():
     manager.reset()
     assert (manager.stats().free_pages, manager.stats().failed) == (2, 2)
     assert manager.prepare_store(["c", "d", "e"]) is None
+
+
+def test_a_reservation_may_outlive_its_manager():
+    run_script("""
+    import resource
+    from pathlib import Path
+    from torch_kvswap.prefix import BlockManager
+    keys = b"".join(n.to_bytes(32, "little") for n in range(100_000))
+
+    def reserve_and_drop():
+        manager = BlockManager(100_000)
+        reservation = manager.prepare_store(keys)  # a megabyte
+        del manager
+        assert reservation.is_held
+
+    reserve_and_drop()
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (50 << 20), -1))
+    for _ in range(60):
+        reserve_and_drop()
+    """)
 
 
 def test_errors_say_what_was_wrong():
