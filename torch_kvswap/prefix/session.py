@@ -412,7 +412,7 @@ class Session(NotCopyable):
         with self.lock:
             try:
                 self.send(message, *then)
-                while self._outbox and self._connection is not None:
+                while self._outbox and self._connection is not None and not self._failure:
                     left = b"".join(self._outbox)
                     try:
                         sent = self._connection.send(left, flags)  # less, if a signal comes

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from below_engine import BLOCK_BYTES, key_of
+from interrupts import Interrupter
 from logged import logged
 from patience import PATIENCE, in_time
 from served_engine import Process, ServedEngine, server_process, serving
@@ -458,6 +459,34 @@ def test_leaving_a_hung_server_keeps_no_page(path: str, when: str) -> None:
             return bool(answers) and answers[-1].idle_pages == 4
 
         watch.until(are_all_idle)
+
+
+def take_all(connection: socket.socket) -> bytes:
+    """What has come, so that there is room for more."""
+    came = b""
+    with contextlib.suppress(BlockingIOError):
+        while some := connection.recv(1 << 20, socket.MSG_DONTWAIT):
+            came += some
+    return came
+
+
+def test_no_byte_is_sent_twice_after_an_interrupted_poll(path: str) -> None:
+    interrupter, message = Interrupter(), pack(Op.ORDER, range(1 << 17))
+    for at in itertools.count(1):
+        here, there = socket.socketpair()
+        with here, there:
+            scheduler = SchedulerSession(path, "one")
+            scheduler._connection = here
+            scheduler.send(message)
+            received = take_all(there)
+            is_interrupted = interrupter.stops(at, scheduler.poll)
+            received += take_all(there)
+            scheduler.poll()
+            received += take_all(there)
+            assert message.startswith(received), at
+        if not is_interrupted:
+            break
+    assert at > 10
 
 
 @pytest.mark.parametrize("is_full", [False, True])
