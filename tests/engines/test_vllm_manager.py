@@ -15,8 +15,8 @@ from vllm_contract import IS_REAL, KVSwapManager, base, common
 
 HIT, MISS = base.LookupResult.HIT, base.LookupResult.MISS
 PENDING = base.LookupResult.HIT_PENDING
-POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
 METRIC = "vllm:kv_offload_cpu_cache_usage_perc"
+POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
 SEEDS = range(4)
 needs_vllm = pytest.mark.skipif(not IS_REAL, reason="vLLM is not here")
 
@@ -56,10 +56,6 @@ def pages_of(spec: Any) -> list[int]:
     return [int(page) for page in spec.block_ids]
 
 
-def event(*places: int, removed: bool = False) -> Any:
-    return base.OffloadingEvent(keys(*places), base.Medium.CPU, removed)
-
-
 def evicted_one_by_one(of: Any, count: int) -> list[bytes]:
     other = request("other", 9)
     return [one for place in range(count) for one in store(of, other, place, prompt=9)]
@@ -70,21 +66,22 @@ def evicted_one_by_one(of: Any, count: int) -> list[bytes]:
 
 @POLICIES
 def test_it_agrees_with_a_model_through_random_calls(policy):
-    """The model knows only what the contract says: what has been stored and not evicted, and where.
-    Keys of two groups have the same hashes."""
-    ours, random_, asks = manager(12, policy), random.Random(5), request("asks")
+    """The model knows only what the contract says: what has been stored and not evicted, where, and
+    what events tell of it. Keys of two groups have the same hashes."""
+    ours, random_, asks = manager(12, policy, events=True), random.Random(5), request("asks")
     state: dict[bytes, Any] = {}
     page_of: dict[bytes, int] = {}
     held: set[int] = set()  # by jobs at a reset
+    told, lost = set[bytes](), set[bytes]()
     filling: list[list[bytes]] = []
-    loading: list[tuple[Any, list[bytes]]] = []
+    loading: list[tuple[Any, list[bytes], list[int]]] = []
     for step in range(3000):
         some = [key(0, n % 15, n // 15) for n in random_.sample(range(30), random_.randint(1, 6))]
         action = random_.randrange(4)
         if random_.random() < 0.01:
             ours.reset_cache()
-            of_jobs = [*filling, *(of_load for _, of_load in loading)]
-            held |= {page_of[one] for of_job in of_jobs for one in of_job}
+            held |= {page_of[one] for of_job in filling for one in of_job}
+            held |= {page for _, _, pages in loading for page in pages}
             state, filling, loading = {}, [], []
         if random_.random() < 0.05:
             ours.on_reset_flushed()
@@ -97,9 +94,9 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
                 for one in output.evicted_keys:
                     assert state.pop(one) is HIT
                     assert one not in some
-                    assert not any(one in of_load for _, of_load in loading)
                 pages = pages_of(output.store_spec)
-                assert held.union(page_of[one] for one in state).isdisjoint(pages)
+                in_use = held.union(*(of_load for _, _, of_load in loading))
+                assert in_use.union(page_of[one] for one in state).isdisjoint(pages)
                 page_of |= zip(new, pages, strict=True)
                 state |= dict.fromkeys(new, PENDING)
                 filling += [new] if new else []
@@ -109,63 +106,43 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
             state |= dict.fromkeys(ended, HIT)
             for one in ended if not well else ():
                 del state[one]
+                lost.add(one)
         elif action == 2:
             hits = [one for one in some if state.get(one) is HIT]
-            loading.append((request(str(step)), hits))  # several load the same keys
-            spec = ours.prepare_load(hits, loading[-1][0])
-            assert pages_of(spec) == [page_of[one] for one in hits]
+            if hits != some:
+                with pytest.raises(
+                    RuntimeError, match=f"request asks: not all of the {len(some)} "
+                ):
+                    ours.prepare_load(some, asks)
+            context = request(str(step))  # several load the same keys
+            pages = pages_of(ours.prepare_load(hits, context))
+            assert pages == [page_of[one] for one in hits]
+            loading.append((context, hits, pages))
         elif action == 3 and loading:
-            context, of_load = loading.pop(random_.randrange(len(loading)))
+            context, of_load, pages = loading.pop(random_.randrange(len(loading)))
+            if of_load and random_.random() < 0.2:  # another load may have failed to read it, too
+                ours.fail_pages(pages[:1])
+                if state.get(of_load[0]) is HIT and page_of[of_load[0]] == pages[0]:
+                    del state[of_load[0]]
             ours.complete_load(set(of_load), context)
         for one in some:
             assert ours.lookup(one, asks) is state.get(one, MISS)
         assert ours._states.keys() == state.keys()
+        if random_.random() < 0.3:
+            for event in ours.take_events():
+                if event.metadata_only:
+                    assert lost.difference(state).issuperset(event.keys)
+                    lost.difference_update(event.keys)
+                else:
+                    was_told = told.issuperset if event.removed else told.isdisjoint
+                    assert was_told(event.keys)
+                    told.symmetric_difference_update(event.keys)
+            assert told == {one for one, of_key in state.items() if of_key is HIT}
+            assert lost <= state.keys(), "they are stored again"
+            lost.clear()
     ours.reset_cache()
     ours.on_reset_flushed()
     assert len(ours.prepare_store(keys(*range(12)), request()).keys_to_store) == 12
-    assert list(ours.take_events()) == [], "none were wanted"
-
-
-def test_loading_what_is_not_there_is_an_error():
-    ours = manager()
-    ours.prepare_store(keys(1), request())
-    for place in (1, 2):
-        with pytest.raises(RuntimeError, match="request one: not all of the 1 chunks to load"):
-            ours.prepare_load(keys(place), request("one"))
-
-
-# Events
-
-
-def test_events_tell_each_store_and_eviction_once():
-    ours = manager(events=True)
-    ours.prepare_store(keys(1, 2), request())
-    assert list(ours.take_events()) == []
-    ours.complete_store(set(keys(1, 2)), request())
-    store(ours, request(), 3, 4, 5)
-    assert list(ours.take_events()) == [event(1, 2), event(2, removed=True), event(3, 4, 5)]
-    assert list(ours.take_events()) == []
-    ours.prepare_store(keys(6), request())  # a reset tells what it removes, once
-    ours.reset_cache()
-    assert [(sorted(one.keys), one.removed) for one in ours.take_events()] == [
-        (keys(1), True),
-        (keys(3, 4, 5), True),
-    ]
-    ours.reset_cache()
-    assert list(ours.take_events()) == []
-
-
-def test_a_failed_store_drops_its_event():
-    """But not of a key that is stored again by then."""
-    of, one = manager(events=True), request()
-    store(of, request(), 1)
-    for places in ((2, 3), (4,)):
-        of.prepare_store(keys(*places), one)
-        of.complete_store(set(keys(*places)), one, success=False)
-    of.prepare_store(keys(3), request("again"))
-    said = [(sorted(some.keys), some.removed, some.metadata_only) for some in of.take_events()]
-    assert said == [(keys(1), False, False), (keys(2), True, True), (keys(4), True, True)]
-    assert list(of.take_events()) == []
 
 
 @needs_vllm
