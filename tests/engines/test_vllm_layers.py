@@ -3,13 +3,10 @@ it, and a store what is computed next unless the step has waited for the store."
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches
 from vllm_serving import (
     RECOMPUTE,
@@ -17,6 +14,7 @@ from vllm_serving import (
     SCHEDULERS,
     CUDAGraphMode,
     Faults,
+    again,
     check,
     expected_tokens,
     never,
@@ -33,8 +31,6 @@ def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
 
 
-PROMPTS = {n: random.Random(n).choices(range(512), k=60 + 20 * n) for n in range(3)}
-LONGER = {n: [*one, *random.Random(n + 9).choices(range(512), k=30)] for n, one in PROMPTS.items()}
 WAITS: dict[str, list[int | None]] = {
     "NONE": [0, 1, 2, 3],
     "PIECEWISE": [0, 1, 2, 3],
@@ -42,73 +38,33 @@ WAITS: dict[str, list[int | None]] = {
 }
 
 
-def serve_again(
-    folder: Path, runner: str, graph: str, wait: Callable[[Any, int | None], None]
-) -> tuple[list[int | None], list[bool]]:
-    """Serves longer prompts behind their beginnings, which are loaded in a step. wait: called for
-    each wait of the step. Returns the layer groups that it waited for, and which tokens are right.
-    """
-    with serving(folder, runner=runner) as engine:
-        engine.serve({f"{n}": one for n, one in PROMPTS.items()})
+@RUNNERS
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
+@pytest.mark.parametrize("graph", WAITS)
+def test_each_layer_or_the_step_waits(tmp_path, runner, graph, waits):
+    """For prompts that are loaded in the step that computes their ends."""
+    old = {f"{n}": prompt(n, 60 + 20 * n) for n in range(3)}
+    new, waited = again("again", old, prompt(9, 30)), list[int | None]()
+    with serving(tmp_path, runner=runner) as engine:
+        engine.serve(old)
         engine.forget_gpu()
         engine.runner.graph = CUDAGraphMode[graph]
-        worker, waited = engine.runner.connector.connector_worker.worker, list[int | None]()
-        begin = worker.begin_step_loads
-
-        class Noted:
-            def __init__(self, job: Any) -> None:
-                self.job = job
-
-            def wait(self, layer_group: int | None) -> None:
-                waited.append(layer_group)
-                wait(self.job, layer_group)
+        begin = engine.worker.begin_step_loads
 
         def begin_noted() -> Any:
             job = begin()
-            return job and Noted(job)
 
-        worker.begin_step_loads = begin_noted
-        engine.serve({f"again {n}": one for n, one in LONGER.items()})
-        right = [
-            engine.tokens[f"again {n}"] == expected_tokens(one, 4) for n, one in LONGER.items()
-        ]
-    return waited, right
+            def wait(layer_group: int | None) -> None:
+                waited.append(layer_group)
+                if waits:
+                    job.wait(layer_group=layer_group)
 
+            return job and SimpleNamespace(wait=wait)
 
-@RUNNERS
-@pytest.mark.parametrize("graph", WAITS)
-def test_each_layer_or_the_step_waits(runner: str, graph: str, tmp_path: Path) -> None:
-    def wait(job: Any, layer_group: int | None) -> None:
-        job.wait(layer_group=layer_group)
-
-    assert serve_again(tmp_path, runner, graph, wait) == (WAITS[graph], [True] * 3)
-
-
-@pytest.mark.parametrize("graph", ["PIECEWISE", "FULL"])
-def test_without_the_waits_a_step_reads_old_bytes(graph: str, tmp_path: Path) -> None:
-    """The control of the test above."""
-    said = serve_again(tmp_path, "v2", graph, lambda job, layer_group: None)
-    assert said == (WAITS[graph], [False] * 3)
-
-
-def loads() -> tuple[Any, list[torch.Tensor], dict[int, Any]]:
-    """A worker, its layers, and loads: page i is full of i + 1, and goes to block 9 + i."""
-    cache = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")
-    layers = [one.tensor for one in cache.tensors]
-    worker = KVSwapWorker(cache, 3, 1, SpecOptions(1), layers=[["a", "b"]])
-    for page in range(3):
-        worker._pool.pages[page] = page + 1
-    for layer in layers:
-        layer.zero_()
-    jobs = {
-        page: (CPULoadStoreSpec([page]), base.GPULoadStoreSpec([9 + page], [1], [0]))
-        for page in range(3)
-    }
-    return worker, layers, jobs
-
-
-def first_bytes(layers: list[torch.Tensor]) -> list[list[int]]:
-    return [layer[9:12, 0].tolist() for layer in layers]
+        engine.worker.begin_step_loads = begin_noted
+        engine.serve(new)
+        right = [engine.tokens[name] == expected_tokens(one, 4) for name, one in new.items()]
+    assert (waited, right) == (WAITS[graph], [waits] * 3)
 
 
 @pytest.mark.parametrize(
@@ -116,35 +72,37 @@ def first_bytes(layers: list[torch.Tensor]) -> list[list[int]]:
     [
         ("joined", [1, 2, 3], [3 * 128, None, None]),
         ("apart", [1, 0, 0], [128] * 3),  # the control
+        ("not gathered", [0, 0, 0], [128] * 3),  # vLLM's own part waits for each at once
     ],
 )
 def test_joined_loads_land_layer_by_layer(
     how: str, first: list[int], sizes: list[int | None]
 ) -> None:
-    worker, layers, jobs = loads()
+    """Page i is full of i + 1, and goes to block 9 + i."""
+    cache = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")
+    layers = [one.tensor.zero_() for one in cache.tensors]
+    worker = KVSwapWorker(cache, 3, 1, SpecOptions(1), layers=[["a", "b"]])
+
+    def first_bytes() -> list[list[int]]:
+        return [layer[9:12, 0].tolist() for layer in layers]
+
     begun: list[Any] = []
-    worker.gather_step_loads()
-    for page, specs in jobs.items():
+    if how != "not gathered":
+        worker.gather_step_loads()
+    for page in range(3):
+        worker._pool.pages[page] = page + 1
+        specs = CPULoadStoreSpec([page]), base.GPULoadStoreSpec([9 + page], [1], [0])
         worker.submit_load(page, *specs, expedited=True)
         if how == "apart" or page == 2:
             begun.append(worker.begin_step_loads())
             worker.gather_step_loads()
-    begun[0].wait(layer_group=0)
-    assert first_bytes(layers) == [first, [0, 0, 0]]
-    worker.wait(set(jobs))
-    assert first_bytes(layers) == [[1, 2, 3]] * 2
+    if how != "not gathered":
+        begun[0].wait(layer_group=0)
+    assert first_bytes() == [first, [0, 0, 0]]
+    worker.wait({0, 1, 2})
+    assert first_bytes() == [[1, 2, 3]] * 2
     ended = [(one.job_id, one.success, one.transfer_size) for one in worker.get_finished()]
     assert ended == [(number, True, size) for number, size in enumerate(sizes)]
-    worker.shutdown()
-
-
-def test_an_expedited_load_that_nobody_gathers_begins() -> None:
-    """As vLLM's own part of the connector makes it, which waits for it at once."""
-    worker, layers, jobs = loads()
-    for number, specs in jobs.items():
-        worker.submit_load(number, *specs, expedited=True)
-    worker.wait(set(jobs))
-    assert first_bytes(layers) == [[1, 2, 3]] * 2
     worker.shutdown()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,38 +34,40 @@ def test_bytes_of_all_workers_give_pages(world, chunk, nbytes, pages):
         assert (spec.num_pages, spec.replicated_layout) == (pages, replicated)
 
 
+def start_both(patch: pytest.MonkeyPatch, caches: Sequence[Any], **how: Any) -> list[Any]:
+    """The results of making the workers of both ranks."""
+    ranks = TwoWorkers()
+    for group in ("get_tp_group", "get_pp_group"):
+        patch.setattr(spec_module, group, lambda: ranks)
+
+    def begin(rank: int) -> Any:
+        block_bytes = sum(one.page_size_bytes for one in caches[rank].tensors)
+        settings = config(2, block_bytes=block_bytes, rank=rank, **how)
+        return KVSwapOffloadingSpec(settings).get_worker(caches[rank])
+
+    return ranks.run(begin)
+
+
 @pytest.mark.parametrize(
     ("layers", "nbytes", "pages"), [((2, 3), 1536, 3), ((2, 1), 1536, 3), ((2, 3), 767, 1)]
 )
 def test_pipeline_stages_have_the_schedulers_pages(monkeypatch, layers, nbytes, pages):
     """vLLM gives the scheduler the configuration of the first worker. A chunk has two blocks of 64
     bytes in each layer."""
-
-    def begin(rank: int) -> int:
-        row, sizes = layers[rank] * 64, {"pp_size": 2, "tp_size": 1}
-        spec = KVSwapOffloadingSpec(config(2, 2, row, rank, sizes=sizes, cpu_bytes_to_use=nbytes))
-        worker = spec.get_worker(caches([[(0, row)]], [row], "cpu"))
+    stages = [caches([[(0, 64 * count)]], [64 * count], "cpu") for count in layers]
+    how = {"chunk": 2, "sizes": {"pp_size": 2, "tp_size": 1}, "cpu_bytes_to_use": nbytes}
+    for result in start_both(monkeypatch, stages, **how):
+        worker = result()
+        assert worker._pool.num_pages == pages
         worker.shutdown()
-        return int(worker._pool.num_pages)
-
-    stages = TwoWorkers()
-    monkeypatch.setattr(spec_module, "get_pp_group", lambda: stages)
-    assert [result() for result in stages.run(begin)] == [pages, pages]
 
 
 def test_equal_caches_load_what_rank_0_stored(monkeypatch):
     """With the checksums of rank 0."""
     both = [bf16_cache(0), bf16_cache(1)]
     expected = bytes_of(both[0], 3)
-
-    def begin(rank: int) -> Any:
-        options = {"cpu_bytes_to_use": 10 * 4096, "verify": "load"}
-        settings = config(2, 1, 4096, rank=rank, replicated=True, **options)
-        return KVSwapOffloadingSpec(settings).get_worker(both[rank])
-
-    ranks = TwoWorkers()
-    monkeypatch.setattr(spec_module, "get_tp_group", lambda: ranks)
-    first, second = [result() for result in ranks.run(begin)]
+    how = {"replicated": True, "verify": "load", "cpu_bytes_to_use": 10 * 4096}
+    first, second = [result() for result in start_both(monkeypatch, both, **how)]
     submit(first, 1, "store", [3, 4], CPULoadStoreSpec([7, 8]))
     first.wait({1})
     first._pool.pages[8, 0, 9] ^= 1
@@ -77,24 +80,25 @@ def test_equal_caches_load_what_rank_0_stored(monkeypatch):
 
 
 def test_equal_caches_exchange_loads_if_asked(monkeypatch):
-    ranks = TwoWorkers()
-    monkeypatch.setattr(spec_module, "get_tp_group", lambda: ranks)
-
-    def begin(rank: int) -> Any:
-        options = {"cpu_bytes_to_use": 10 * 4096, "exchange": True}
-        settings = config(2, 1, 4096, rank=rank, replicated=True, **options)
-        return KVSwapOffloadingSpec(settings).get_worker(bf16_cache(rank))
-
-    for rank, result in enumerate(ranks.run(begin)):
-        with pytest.raises(
-            ValueError, match=rf"exchange is \({rank}, 2\), but the cache is on cpu"
-        ):
+    both = [bf16_cache(0), bf16_cache(1)]
+    how = {"replicated": True, "exchange": True, "cpu_bytes_to_use": 10 * 4096}
+    for rank, result in enumerate(start_both(monkeypatch, both, **how)):
+        with pytest.raises(ValueError, match=rf"exchange is \({rank}, 2\), but .* on cpu"):
             result()
 
 
-def test_too_few_bytes_for_a_chunk_are_refused():
-    spec = KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=7999))
-    said = "cpu_bytes_to_use is 7999, but one chunk of 4 blocks takes 8000 bytes in all workers"
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            {"world": 2, "chunk": 4, "cpu_bytes_to_use": 7999},
+            "cpu_bytes_to_use is 7999, but one chunk of 4 blocks takes 8000 bytes in all workers",
+        ),
+        ({"block_bytes": 0, "cpu_bytes_to_use": 1}, "no KV cache to offload"),
+    ],
+)
+def test_too_few_bytes_for_a_chunk_are_refused(how, said):
+    spec = KVSwapOffloadingSpec(config(**how))
     for ask in (spec.get_manager, lambda: spec.get_worker(caches([[(0, 1000)]], [1000], "cpu"))):
         with pytest.raises(ValueError, match=said):
             ask()
@@ -153,11 +157,6 @@ LOSSLESS, SERVER = {"encoding": "lossless"}, {"host_server": "unix:/s", "cpu_byt
 def test_what_does_not_fit_the_engine_is_refused(how, said):
     with pytest.raises(ValueError, match=said):
         KVSwapOffloadingSpec(config(**{"cpu_bytes_to_use": 5000, **how}))
-
-
-def test_a_model_without_a_cache_is_refused():
-    with pytest.raises(ValueError, match="no KV cache to offload"):
-        KVSwapOffloadingSpec(config(block_bytes=0, cpu_bytes_to_use=1)).get_manager()
 
 
 def test_sizes_are_reported_as_vllm_does():

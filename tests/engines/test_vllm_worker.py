@@ -157,20 +157,19 @@ def test_an_impossible_store_moves_nothing(device, blocks, pages, index, said):
 # vLLM's caches as layouts, and its transfers as lists of ids
 
 
-def test_layers_sharing_a_tensor_are_one_slab():
-    groups = [[(0, 16), (0, 48), (0, 32)]]
-    (layout,) = group_layouts(caches(groups, [64], "cpu"), names(groups))
-    assert layout.sizes.tolist() == [48]
-
-
 @pytest.mark.parametrize(
-    ("refs", "named"),
-    [([0, 1], ("a", "b")), ([1, 0], ("a", "b")), ([0], ("a to b",)), ([0, 0], ("b",))],
+    ("refs", "sizes"),
+    [
+        ([(0, 16), (1, 32)], {"a": 16, "b": 32}),
+        ([(1, 16), (0, 32)], {"a": 16, "b": 32}),
+        ([(0, 16)], {"a to b": 16}),
+        ([(0, 48), (0, 32)], {"b": 48}),
+    ],
 )
-def test_tensors_are_named_after_their_layers(refs, named):
-    cache = caches([[(tensor, 16) for tensor in refs]], [16] * 2, "cpu")
-    (layout,) = group_layouts(cache, [["a", "b"]])
-    assert layout.names == named
+def test_a_tensor_is_named_after_its_layers(refs, sizes):
+    """It is one slab, as large as the largest of them."""
+    (layout,) = group_layouts(caches([refs], [64] * 2, "cpu"), [["a", "b"]])
+    assert dict(zip(layout.names, layout.sizes.tolist(), strict=True)) == sizes
 
 
 def test_a_worker_without_layers_says_so():
