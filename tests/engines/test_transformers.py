@@ -5,8 +5,10 @@ without it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -41,37 +43,24 @@ ENGINES = {"copy_method": "copy_engines"}
 
 @needs_transformers
 @pytest.mark.parametrize(
-    ("inputs", "blocks", "how", "options"),
+    ("inputs", "blocks", "how", "options", "mode"),
     [
-        (prompts(8, shared=24), 26, {}, {}),
-        (prompts(3), 22, {}, {"num_return_sequences": 3}),
-        (prompts(), 20, {"scheduler_type": "fifo"}, {}),
-        (prompts(), 20, {"scheduler_type": "prefill_first"}, {}),
+        (prompts(8, shared=24), 26, {}, {}, torch.no_grad),
+        (prompts(3), 22, {}, {"num_return_sequences": 3}, torch.no_grad),
+        (prompts(), 20, {"scheduler_type": "fifo"}, {}, torch.no_grad),
+        # From 5.24 on the thread that generates, and makes the cache, is in the caller's mode.
+        (prompts(), 20, {"scheduler_type": "prefill_first"}, {}, torch.inference_mode),
     ],
     ids=["a common prefix", "forks", "fifo", "prefill_first"],
 )
-def test_requests_that_were_preempted_are_restored(inputs, blocks, how, options):
+def test_requests_that_were_preempted_are_restored(inputs, blocks, how, options, mode):
     net = model("full")
     want = tokens(net, inputs, config(500, gib=0.0), **options)
-    with ours() as seen:
+    with mode(), ours() as seen:
         assert tokens(net, inputs, config(blocks, **how), **options) == want
     assert seen.parked == seen.back > 0
-    assert seen.is_empty
-
-
-@needs_transformers
-def test_requests_are_restored_in_inference_mode():
-    """From 5.24 on the thread that generates, and makes the cache, is in the caller's mode."""
-    import transformers
-
-    if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 24]:
-        pytest.skip("transformers does not generate in this mode")
-    net, inputs = model("full"), prompts()
-    want = tokens(net, inputs, config(500, gib=0.0))
-    with torch.inference_mode(), ours() as seen:
-        assert tokens(net, inputs, config(small("full"))) == want
-    assert seen.parked == seen.back > 0
     assert seen.wrong == 0
+    assert seen.is_empty
 
 
 @needs_transformers
@@ -133,8 +122,14 @@ def test_what_finds_no_page_is_computed_again(pages):
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoded_blocks_come_back_with_the_same_bytes(kind):
     net = model(kind, dtype=torch.bfloat16, head_dim=128)
-    with first_parts_of(4096), ours(encoding="lossless") as seen:
+    options: dict[str, Any] = {"copy_method": "auto", "staging_bytes": 3 << 20}
+    with (
+        first_parts_of(4096),
+        mock.patch.object(swap, "OffloadHandler", wraps=OffloadHandler) as made,
+        ours(encoding="lossless", **options) as seen,
+    ):
         tokens(net, prompts(), config(small(kind)))
+    assert options.items() <= made.call_args.kwargs.items()
     assert seen.parked == seen.back > 0
     assert seen.wrong == 0
     assert seen.is_empty
@@ -184,28 +179,12 @@ def test_a_wrong_option_is_refused_when_enabled(options, said):
 
 
 @needs_transformers
-def test_the_options_are_those_of_the_handler():
-    net = model("full")
-    with (
-        mock.patch.object(swap, "OffloadHandler", wraps=OffloadHandler) as made,
-        ours(copy_method="auto", staging_bytes=3 << 20) as seen,
-    ):
-        tokens(net, prompts(), config(small("full")))
-    assert seen.parked > 0
-    assert made.call_args.kwargs["staging_bytes"] == 3 << 20
-    assert made.call_args.kwargs["copy_method"] == "auto"
-
-
-@needs_transformers
-def test_a_reused_manager_begins_with_all_pages():
+def test_a_reused_manager_frees_all_pages():
+    """For the next generation, and their memory with the last one."""
     net, inputs = model("full"), prompts()
+    how = {"generation_config": generation(), "continuous_batching_config": config(20)}
     with ours() as seen:
-        first = net.generate_batch(
-            inputs,
-            generation_config=generation(),
-            continuous_batching_config=config(20),
-            persistent_manager=True,
-        )
+        first = net.generate_batch(inputs, persistent_manager=True, **how)
         again = net.generate_batch(inputs, persistent_manager=True, max_new_tokens=40)
         net.destroy_cached_continuous_batching_manager()
     assert len(seen.managers) == 1
@@ -213,18 +192,8 @@ def test_a_reused_manager_begins_with_all_pages():
         r.generated_tokens for r in again.values()
     ]
     assert seen.is_empty
-
-
-@needs_transformers
-def test_a_dropped_manager_gives_its_host_memory_back():
-    import gc
-    import weakref
-
-    net = model("full")
-    with ours() as seen:
-        tokens(net, prompts(), config(20))
-        pool = weakref.ref(seen.swap.pool)
-        seen.managers.clear()
+    pool = weakref.ref(seen.swap.pool)
+    seen.managers.clear()
     gc.collect()
     assert pool() is None
 

@@ -100,9 +100,12 @@ def test_copies_that_come_late_spoil_no_block(driver, kind):
     with first_parts_of(5000), late(driver, kind) as (seen, steps):
         assert run_to_the_end(steps, driver) == want
     assert seen.parked == seen.back > 0
-    assert seen.wrong == 0
-    assert seen.is_empty
-    assert steps.free_blocks == 1
+    assert nothing_is_left(seen, steps)
+
+
+def nothing_is_left(seen: Seen, steps: Steps) -> bool:
+    """And no request has come back with other bytes."""
+    return seen.is_empty and steps.free_blocks == 1 and seen.wrong == 0
 
 
 @simulated
@@ -191,9 +194,7 @@ def test_a_request_that_is_cancelled_leaves_nothing_behind(driver, kind, state):
         got = run_to_the_end(steps, driver)
     del want[steps.names.index(name)]
     assert got == want
-    assert seen.wrong == 0
-    assert seen.is_empty
-    assert steps.free_blocks == 1
+    assert nothing_is_left(seen, steps)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -202,8 +203,7 @@ def test_when_all_requests_fail_nothing_is_left(driver, state):
     with late(driver) as (seen, steps):
         STATES[state](steps, seen, driver)
         steps.processor.fail_all_requests(RuntimeError("the model has failed"))
-    assert seen.is_empty
-    assert steps.free_blocks == 1
+    assert nothing_is_left(seen, steps)
     assert not steps.scheduler.has_pending_requests()
 
 
@@ -223,8 +223,7 @@ def test_a_request_whose_copy_fails_is_computed_again(driver, direction):
     assert (metrics.stores if direction == "store" else metrics.loads).failed > 0
     assert got == want
     assert seen.back < seen.parked
-    assert seen.is_empty
-    assert steps.free_blocks == 1
+    assert nothing_is_left(seen, steps)
 
 
 @contextlib.contextmanager
@@ -280,8 +279,7 @@ def test_running_requests_get_blocks_of_loading_ones(driver):
         assert len(seen.swap._free) == before  # what is on the host stays there
         assert steps.scheduler.block_new_requests
         assert run_to_the_end(steps, driver) == want
-    assert seen.wrong == 0
-    assert seen.is_empty
+    assert nothing_is_left(seen, steps)
 
 
 @simulated
@@ -292,8 +290,7 @@ def test_a_scheduler_may_resume_requests_by_itself(driver):
         driver.set_mode("immediate")
         assert run_to_the_end(steps, driver) == want
     assert seen.parked == seen.back > 0
-    assert seen.wrong == 0
-    assert seen.is_empty
+    assert nothing_is_left(seen, steps)
 
 
 @simulated
