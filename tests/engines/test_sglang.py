@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from sglang_engine import (
     Engine,
     PoolName,
     PoolTransfer,
-    UnifiedCacheLinker,
     hashes_of,
     hybrid_pool,
     make_linker,
@@ -33,7 +31,6 @@ from sglang_engine import (
 from torch_kvswap.below import threads
 from torch_kvswap.below.files import FileStore
 from torch_kvswap.integrations import sglang as door
-from torch_kvswap.integrations.sglang import KVSwapLinker
 
 PROMPT = list(range(100, 122))  # five pages can be loaded
 POOLS = {"mha": mha_pool, "mla": mla_pool, "swa": swa_pool}
@@ -46,19 +43,21 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine(mha_pool())
-    yield made
-    made.cache.release_host_resources()
+def make_engine() -> Iterator[Any]:
+    made = list[Engine]()
+
+    def make(kvcache: Any, **extra: Any) -> Engine:
+        made.append(Engine(kvcache, **extra))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.cache.release_host_resources()
 
 
-def test_the_linker_has_the_interface_of_sglang() -> None:
-    for name in UnifiedCacheLinker.__abstractmethods__:
-        theirs, ours = getattr(UnifiedCacheLinker, name), getattr(KVSwapLinker, name)
-        assert list(inspect.signature(ours).parameters) == list(
-            inspect.signature(theirs).parameters
-        )
-    assert not inspect.isabstract(KVSwapLinker)
+@pytest.fixture
+def engine(make_engine: Any) -> Any:
+    return make_engine(mha_pool())
 
 
 @pytest.mark.parametrize(
@@ -72,8 +71,10 @@ def test_the_linker_has_the_interface_of_sglang() -> None:
     ids=["mha", "mla", "swa-verified", "mha-lossless"],
 )
 @pytest.mark.usefixtures("late")
-def test_prompts_come_back_from_the_host(kind: str, dtype: torch.dtype, options: Any) -> None:
-    engine = Engine(POOLS[kind](dtype), **options)
+def test_prompts_come_back_from_the_host(
+    make_engine: Any, kind: str, dtype: torch.dtype, options: Any
+) -> None:
+    engine = make_engine(POOLS[kind](dtype), **options)
     assert engine.serve(PROMPT) == (0, True)
     engine.forget_gpu()
     assert engine.serve(PROMPT) == (20, True)
@@ -81,19 +82,17 @@ def test_prompts_come_back_from_the_host(kind: str, dtype: torch.dtype, options:
     assert engine.serve(longer) == (0, True)  # the GPU has them
     engine.forget_gpu()
     assert engine.serve(longer) == (24, True)
-    engine.cache.release_host_resources()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", POOLS)
-def test_prompts_come_back_behind_a_busy_forward(kind: str) -> None:
-    engine = Engine(POOLS[kind](torch.bfloat16, "cuda"), verify="load")
+def test_prompts_come_back_behind_a_busy_forward(make_engine: Any, kind: str) -> None:
+    engine = make_engine(POOLS[kind](torch.bfloat16, "cuda"), verify="load")
     for expected in (0, 20):
         with torch.cuda.stream(engine.stream):
             torch.cuda._sleep(100_000_000)  # of the forward before
         assert engine.serve(PROMPT) == (expected, True)
         engine.forget_gpu()
-    engine.cache.release_host_resources()
 
 
 @pytest.mark.usefixtures("late")
@@ -122,8 +121,8 @@ def test_a_model_without_waits_reads_old_bytes(engine: Engine) -> None:
     assert not engine.forward(engine.start(PROMPT))
 
 
-def test_damaged_pages_abort_their_requests_only() -> None:
-    engine = Engine(mha_pool(), verify="load")
+def test_damaged_pages_abort_their_requests_only(make_engine: Any) -> None:
+    engine = make_engine(mha_pool(), verify="load")
     other = [*range(8)]
     for prompt in (PROMPT, other):
         engine.serve(prompt)
@@ -139,7 +138,6 @@ def test_damaged_pages_abort_their_requests_only() -> None:
     assert engine.serve(PROMPT) == (0, True)  # what was damaged is forgotten, and stored again
     engine.forget_gpu()
     assert engine.serve(PROMPT) == (20, True)
-    engine.cache.release_host_resources()
 
 
 @pytest.mark.parametrize(
@@ -168,8 +166,10 @@ def test_a_refused_copy_ends_no_engine(
     assert engine.serve([*range(9)]) == (0, True)  # it was not published
 
 
-def test_a_prompt_beyond_the_host_is_not_published(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(mha_pool(), host_bytes=3 * 1536)
+def test_a_prompt_beyond_the_host_is_not_published(
+    make_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(mha_pool(), host_bytes=3 * 1536)
     for _ in range(2):
         engine.serve(PROMPT)
         engine.forget_gpu()
@@ -178,11 +178,10 @@ def test_a_prompt_beyond_the_host_is_not_published(caplog: pytest.LogCaptureFixt
     engine.forget_gpu()
     assert engine.serve([*range(9)]) == (8, True)
     assert caplog.text.count("5 blocks at once are more than the 3 pages of the host") == 1
-    engine.cache.release_host_resources()
 
 
-def test_blocks_that_do_not_fit_are_not_published() -> None:
-    engine = Engine(mha_pool(torch.bfloat16), encoding="lossless")
+def test_blocks_that_do_not_fit_are_not_published(make_engine: Any) -> None:
+    engine = make_engine(mha_pool(torch.bfloat16), encoding="lossless")
     request = engine.start(PROMPT)
     engine.forward(request)
     buffer = engine.kvcache.k_buffer[0]
@@ -191,7 +190,6 @@ def test_blocks_that_do_not_fit_are_not_published() -> None:
     engine.finish(request)
     engine.forget_gpu()
     assert engine.serve(PROMPT) == (8, True)
-    engine.cache.release_host_resources()
 
 
 @pytest.mark.usefixtures("late")
@@ -245,12 +243,12 @@ def test_engines_find_the_pages_of_a_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("holds", [True, False], ids=["", "control"])
 def test_a_step_loads_what_its_lookups_found(
-    holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile a second tier brings another prompt, for which there are too few free pages."""
     pytest.importorskip("xxhash")
     monkeypatch.setattr(door, "_TIER_SECONDS", PATIENCE)
-    engine = Engine(mha_pool(), below=f"file:{tmp_path}", host_bytes=8 * 1536)
+    engine = make_engine(mha_pool(), below=f"file:{tmp_path}", host_bytes=8 * 1536)
     other = [*range(30)]
     for _ in range(2):  # a second tier gets what is used again
         engine.serve(other)
@@ -264,7 +262,6 @@ def test_a_step_loads_what_its_lookups_found(
     requests = [engine.admit(PROMPT), engine.admit(other)]
     assert engine.launch(*requests) == ([True] * 2 if holds else [False] * 2)
     assert engine.finish(*requests) == ([] if holds else requests)
-    engine.cache.release_host_resources()
 
 
 def test_the_lookups_of_a_step_wait_together(
@@ -289,9 +286,9 @@ def test_the_lookups_of_a_step_wait_together(
     linker.close()
 
 
-def test_engines_find_the_pages_of_a_second_tier(tmp_path: Path) -> None:
+def test_engines_find_the_pages_of_a_second_tier(make_engine: Any, tmp_path: Path) -> None:
     pytest.importorskip("xxhash")
-    engines = [Engine(mha_pool(), below=f"file:{tmp_path}") for _ in range(2)]
+    engines = [make_engine(mha_pool(), below=f"file:{tmp_path}") for _ in range(2)]
     first, other = (engine.linker for engine in engines)
     engines[0].serve(PROMPT)
     engines[0].forget_gpu()
@@ -304,8 +301,6 @@ def test_engines_find_the_pages_of_a_second_tier(tmp_path: Path) -> None:
     engines[1].cache.reset()  # what is below was computed with the old weights, perhaps
     engines[1].allocator.clear()
     assert engines[1].serve(PROMPT) == (0, True)
-    for engine in engines:
-        engine.cache.release_host_resources()
 
 
 # Groups of layers.
@@ -325,6 +320,10 @@ def slots_of(*pages: int) -> torch.Tensor:
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 
 
+def transfer(name: Any, keys: list[str], slots: torch.Tensor | None = None) -> Any:
+    return PoolTransfer(name=name, keys=keys, device_indices=slots)
+
+
 @pytest.mark.usefixtures("late")
 def test_a_window_loads_its_last_pages_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "_GROUP_BYTES", 1)
@@ -334,19 +333,19 @@ def test_a_window_loads_its_last_pages_only(monkeypatch: pytest.MonkeyPatch) -> 
     linker = linker_of(kvcache, {FULL, SWA})
     hashes = hashes_of(PROMPT[:20])
     stored = [
-        PoolTransfer(name=PoolName.KV, keys=hashes, device_indices=slots_of(1, 2, 3, 4, 5)),
-        PoolTransfer(name=PoolName.SWA, keys=hashes[1:4], device_indices=slots_of(2, 3, 4)),
+        transfer(PoolName.KV, hashes, slots_of(1, 2, 3, 4, 5)),
+        transfer(PoolName.SWA, hashes[1:4], slots_of(2, 3, 4)),
     ]
     assert linker.offload(stored)
     assert linker.num_completed_offloads() == 1
     assert linker.pop_completed_offload()
-    ask = [PoolTransfer(name=name, keys=hashes) for name in (PoolName.KV, PoolName.SWA)]
+    ask = [transfer(name, hashes) for name in (PoolName.KV, PoolName.SWA)]
     assert linker.lookup("1", ask) == [4]  # whose window is in pages 2 and 3
     linker._most_lengths = 64  # of several ranks
     assert linker.lookup("1", ask) == [3, 4]
     load = [
-        PoolTransfer(name=PoolName.KV, keys=hashes[:4], device_indices=slots_of(9, 10, 11, 12)),
-        PoolTransfer(name=PoolName.SWA, keys=hashes[2:4], device_indices=slots_of(8, 9)),
+        transfer(PoolName.KV, hashes[:4], slots_of(9, 10, 11, 12)),
+        transfer(PoolName.SWA, hashes[2:4], slots_of(8, 9)),
     ]
     assert linker.load("1", load)
     linker.layer_done_counter.set_consumer(index := linker.start_layer_wise_loading())
@@ -369,26 +368,18 @@ def test_a_state_is_found_at_its_own_length() -> None:
     hashes = hashes_of(PROMPT[:20])
     for last, slot in ((2, 1), (4, 2)):
         part = hashes[last - 2 : last]
-        pages = slots_of(*range(last - 1, last + 1))
         stored = [
-            PoolTransfer(name=PoolName.KV, keys=part, device_indices=pages),
-            PoolTransfer(
-                name=PoolName.MAMBA,
-                keys=part[-1:],
-                device_indices=torch.tensor([slot], dtype=torch.int32),
-            ),
+            transfer(PoolName.KV, part, slots_of(last - 1, last)),
+            transfer(PoolName.MAMBA, part[-1:], torch.tensor([slot], dtype=torch.int32)),
         ]
         assert linker.offload(stored)
     assert linker.num_completed_offloads() == 2
     linker._most_lengths = 64
-    ask = [
-        PoolTransfer(name=PoolName.KV, keys=hashes),
-        PoolTransfer(name=PoolName.MAMBA, keys=hashes[-1:]),
-    ]
+    ask = [transfer(PoolName.KV, hashes), transfer(PoolName.MAMBA, hashes[-1:])]
     assert linker.lookup("1", ask) == [2, 4]
     load = [
-        PoolTransfer(name=PoolName.KV, keys=hashes[:4], device_indices=slots_of(9, 10, 11, 12)),
-        PoolTransfer(name=PoolName.MAMBA, keys=hashes[3:4], device_indices=torch.tensor([5])),
+        transfer(PoolName.KV, hashes[:4], slots_of(9, 10, 11, 12)),
+        transfer(PoolName.MAMBA, hashes[3:4], torch.tensor([5])),
     ]
     assert linker.load("1", load)
     assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
@@ -415,7 +406,6 @@ def test_a_state_is_found_at_its_own_length() -> None:
         ({"below": "s3://pages"}, "below is a store of the kind 's3'"),
         ({"below": "file:/a", "server": "/b"}, "has server and below"),
     ],
-    ids=["name", "none", "small", "encoding", "verify", "below", "both"],
 )
 def test_a_wrong_option_is_refused_at_start(options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
@@ -437,35 +427,27 @@ class PageMajor(type(mha_pool())):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("owner", "change", "message"),
     [
-        ({"k_scale_buffer": [1]}, "KV caches with scales"),
-        ({"kv_cache_layout": "hnd"}, "the KV layout 'hnd'"),
-        ({"page_size": 8}, "pages of 4 tokens in pools with pages of 8"),
-        ({"__class__": PageMajor}, "PageMajor"),
-        ({"model_layer_ids": ()}, "stages without layers in the pool kv"),
+        ("pool", {"k_scale_buffer": [1]}, "KV caches with scales"),
+        ("pool", {"kv_cache_layout": "hnd"}, "the KV layout 'hnd'"),
+        ("pool", {"page_size": 8}, "pages of 4 tokens in pools with pages of 8"),
+        ("pool", {"__class__": PageMajor}, "PageMajor"),
+        (
+            "pool",
+            {"model_layer_ids": ()},
+            "models or pipeline stages without layers in the pool kv",
+        ),
+        ("params", {"sidecar_draft_device_pools": (1,)}, "draft models"),
+        ("requests", {"mamba_ckpt_pool": 1}, "int8 checkpoints"),
     ],
-    ids=["scales", "layout", "page", "kind", "empty"],
 )
-def test_a_pool_that_is_not_served_is_named(change: Any, message: str) -> None:
-    pool = mha_pool()
+def test_what_is_not_served_is_named(owner: str, change: Any, message: str) -> None:
+    """Of a pool with full attention only, or of a configuration with states."""
+    pool, (hybrid, requests) = mha_pool(), hybrid_pool()
+    params = make_params(pool if owner == "pool" else hybrid)
+    params.req_to_token_pool = requests
     for name, value in change.items():
-        setattr(pool, name, value)
-    with pytest.raises(ValueError, match=f"does not serve .*{message}"):
-        linker_of(pool, {FULL})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sidecar_draft_device_pools": (1,)}, "draft models"),
-        ({"req_to_token_pool": {"mamba_ckpt_pool": 1}}, "int8 checkpoints"),
-    ],
-    ids=["draft", "checkpoints"],
-)
-def test_a_configuration_that_is_not_served_is_named(change: Any, message: str) -> None:
-    kvcache, requests = hybrid_pool()
-    for name, value in change.pop("req_to_token_pool", {}).items():
-        setattr(requests, name, value)
+        setattr({"pool": pool, "params": params, "requests": requests}[owner], name, value)
     with pytest.raises(ValueError, match=f"does not serve {message}"):
-        linker_of(kvcache, {FULL, MAMBA}, params={"req_to_token_pool": requests, **change})
+        make_linker(params, {FULL} if owner == "pool" else {FULL, MAMBA})
