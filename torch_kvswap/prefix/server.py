@@ -51,7 +51,7 @@ _NO_PAGES = np.empty(0, np.int64)
 
 class Stage(IntEnum):
     """How far a session has come. An engine in one process and a scheduler become members, a worker
-    ready; it says MEET first if it comes from another server.
+    ready. A worker that has lost another server says MEET first, and so waits for its scheduler.
     """
 
     CAME = 0  # it has to say who it is
@@ -472,15 +472,18 @@ class PageServer:
     def _on_hold(self, session: _Session, numbers: array[int], data: bytes) -> None:
         number, *counts = numbers.tolist()
         keys = self._keys(counts, data)
+        if len(keys) > 1:
+            raise ProtocolError("it holds keys one by one of a cache with several groups")
         held = self._manager._hold(keys)
         if held is not None:
             self._keep(session, number, held)
         answer = _page_of_each(keys, held)
         states = np.frombuffer(answer, np.int64)  # the same memory
         if (states < 0).any():
+            # Keys that the lookup has found are being stored, the tier is asked for those behind.
             found = self._lookup(keys, again=True)
-            come = states[: found.found + found.asking]
-            come[come < 0] = KeyState.ARRIVES
+            arriving = states[: found.found + found.asking]
+            arriving[arriving < 0] = KeyState.ARRIVES
         session.answer(answer)
 
     def _keep(self, session: _Session, number: int, held: Reservation) -> None:

@@ -246,7 +246,8 @@ class Session(NotCopyable):
 
     def _use(self, connection: socket.socket, generation: int, resets: int, num_pages: int) -> None:
         with self.lock:  # no call comes in between
-            # The second tier of a server that nobody has reset may have pages from before a reset.
+            # Our reset is repeated if no server has confirmed it, or if this one was never reset:
+            # its second tier may have pages from before the resets that we know of.
             was_reset = resets != generation
             must_reset = self._must_tell_reset or (self._knows_reset and not was_reset)
             self._knows_reset |= was_reset and not self._is_worker

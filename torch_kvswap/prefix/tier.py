@@ -71,32 +71,32 @@ class _Ask:
         keys (list[bytes]): of the lookup, of each group, in a row.
         units (int): the length of the prefix that was found.
         missed (list[bytes]): the keys behind it, of each group.
-        identity (bytes): the first one of the first group with any; without it the others cannot be
-            used.
+        first_missed (bytes): the first one of the first group with any; without it the others
+            cannot be used.
         resets (int): of the manager, before it.
         waits_since (float): for a thread that asks the store; infinity once it has one.
         reservation (Reservation | None): of the pages to read.
-        left (int): tasks of the threads for it that have not ended.
+        open_tasks (int): of the threads, for it.
         rejected (list[int]): group and page of each page that did not come.
-        absent (list[bytes]): keys that the store lacks. They count as absent from the poll() on
+        absent_keys (list[bytes]): that the store lacks. They count as absent from the poll() on
             that has the answer: however slow a step is, its lookups do not ask again.
-        is_over (bool): lookups are told that nothing is there.
+        is_abandoned (bool): lookups are told that nothing is there.
     """
 
     def __init__(
-        self, keys: Sequence[bytes], units: int, missed: list[bytes], identity: bytes, resets: int
+        self, keys: Sequence[bytes], units: int, missed: list[bytes], first: bytes, resets: int
     ) -> None:
-        self.keys, self.units, self.missed, self.identity = keys, units, missed, identity
+        self.keys, self.units, self.missed, self.first_missed = keys, units, missed, first
         self.count = sum(map(len, missed)) // KEY_BYTES
-        self.is_over = False
+        self.is_abandoned = False
         self.reservation: Reservation | None = None
-        self.left, self.rejected, self.absent = 1, list[int](), list[bytes]()
+        self.open_tasks, self.rejected, self.absent_keys = 1, list[int](), list[bytes]()
         self.resets, self.waits_since = resets, time.monotonic()
 
     @property
     def is_answered(self) -> bool:
         """Whether poll() can enter it."""
-        return not (self.left or self.is_over)
+        return not (self.open_tasks or self.is_abandoned)
 
 
 class Tier:
@@ -139,8 +139,8 @@ class Tier:
             for batch, pool in zip(self._batch, pools, strict=True)
         ]
         self._lock = threading.Lock()  # guards what follows
-        self._asking: dict[bytes, _Ask] = {}  # by identity
-        self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
+        self._asking: dict[bytes, _Ask] = {}  # by first_missed
+        self._absent: dict[bytes, float] = {}  # keys, until when; oldest first
         self._damaged = self._written = self._failed = 0
 
         self._must_retry = False  # pages are due that could not be written
@@ -168,20 +168,20 @@ class Tier:
     def ask(self, found: Lookup, keys: Sequence[bytes]) -> Lookup:
         """Asks the store for what a lookup of these keys, of each group, has missed."""
         missed = self._behind(keys, found.found)
-        identity = _first(missed)
-        if identity is None:
+        first = _first(missed)
+        if first is None:
             return found
         with self._lock:
-            ask = self._asking.get(identity)
+            ask = self._asking.get(first)
             if ask is None:
-                if self._absent.get(identity, 0.0) > time.monotonic() or self._reads.is_away:
+                if self._absent.get(first, 0.0) > time.monotonic() or self._reads.is_away:
                     return found
                 if self._reads.is_doubtful and self._asking:  # one finds out if it works again
                     return found
-                ask = _Ask(keys, found.found, missed, identity, self._manager.resets)
+                ask = _Ask(keys, found.found, missed, first, self._manager.resets)
                 # _find() waits for the lock. Submitted first, it misses no ask if Ctrl-C comes.
                 self._reads.submit(partial(self._find, ask))
-                self._asking[identity] = ask
+                self._asking[first] = ask
         return found._replace(asking=ask.count)
 
     def poll(self, some_ended: bool) -> None:
@@ -205,7 +205,7 @@ class Tier:
                 if ask.is_answered:
                     self._enter(ask)
                 # It is over if a call before was interrupted.
-                elif are_all_hung or ask.is_over or ask in late:
+                elif are_all_hung or ask.is_abandoned or ask in late:
                     self._give_up(ask)
                 elif ask.waits_since <= before:  # calls return in time, but there are too many
                     self._give_up(ask)
@@ -283,18 +283,18 @@ class Tier:
         if held is not None and held.is_held:  # else an interrupted call has entered them
             self._mark_written(held.pages)  # nobody finds rejected ones
             held._end(Outcome.DONE, ask.rejected)
-        for key in ask.absent:
+        for key in ask.absent_keys:
             self._note_absent(key)
-        self._asking.pop(ask.identity, None)
+        self._asking.pop(ask.first_missed, None)
 
     def _give_up(self, ask: _Ask) -> None:
         """Tells lookups that nothing is there. What comes later is not entered."""
-        ask.is_over = True
+        ask.is_abandoned = True
         self._failed += ask.count
-        if ask.reservation is not None and ask.left:  # the store may still write these pages
+        if ask.reservation is not None and ask.open_tasks:  # the store may still write these pages
             self._manager._abandon(ask.reservation)
-        self._note_absent(ask.identity)
-        self._asking.pop(ask.identity, None)
+        self._note_absent(ask.first_missed)
+        self._asking.pop(ask.first_missed, None)
 
     def _behind(self, keys: Sequence[bytes], units: int) -> list[bytes]:
         """The keys of each group behind a prefix."""
@@ -302,12 +302,12 @@ class Tier:
         every = zip(keys, self._manager.groups, strict=True)
         return [of_group[KEY_BYTES * (tokens // its.block_tokens) :] for of_group, its in every]
 
-    def _note_absent(self, identity: bytes) -> None:
+    def _note_absent(self, key: bytes) -> None:
         now = time.monotonic()
         while self._absent and self._absent[oldest := next(iter(self._absent))] <= now:
             del self._absent[oldest]
-        self._absent.pop(identity, None)  # so that it becomes the newest
-        self._absent[identity] = now + ABSENT_SECONDS
+        self._absent.pop(key, None)  # so that it becomes the newest
+        self._absent[key] = now + ABSENT_SECONDS
 
     # What the threads do.
 
@@ -322,7 +322,7 @@ class Tier:
     def _find(self, ask: _Ask) -> None:
         """Finds out what is there of an ask, and starts to read it."""
         with self._lock:
-            if self._asking.get(ask.identity) is not ask:  # given up, or Ctrl-C came
+            if self._asking.get(ask.first_missed) is not ask:  # given up, or Ctrl-C came
                 return
             ask.waits_since = math.inf
         reads = list[Callable[[], None]]()
@@ -332,7 +332,7 @@ class Tier:
                 self._reads.end_pause()
             reads = self._reserve(ask, units)
         except Exception as error:  # whatever somebody else's store raises, and MemoryError
-            ask.absent.append(ask.identity)
+            ask.absent_keys.append(ask.first_missed)
             self._fail_read(ask, error, ask.count)
         for read in reads:
             self._reads.submit(read)
@@ -356,7 +356,7 @@ class Tier:
         Returns the tasks that read them.
         """
         needed, reservation = list[bytes](), None
-        while units > ask.units and not ask.is_over:
+        while units > ask.units and not ask.is_abandoned:
             ranges = zip(ask.keys, needed_blocks(self._manager.groups, units), strict=True)
             needed = [keys[its.start * KEY_BYTES : its.stop * KEY_BYTES] for keys, its in ranges]
             with contextlib.suppress(ValueError):  # a key occurs twice: nobody stores that
@@ -367,16 +367,16 @@ class Tier:
         try:
             reads = [] if reservation is None else list(self._split(ask, reservation, needed))
             if (behind := _first(self._behind(ask.keys, units))) is not None:
-                ask.absent.append(behind)
+                ask.absent_keys.append(behind)
         except BaseException:
             if reservation is not None:
                 reservation.let_go()
             raise
         with self._lock:
             ask.reservation = reservation
-            if ask.is_over:
+            if ask.is_abandoned:
                 return []
-            ask.left += len(reads)
+            ask.open_tasks += len(reads)
             return reads
 
     def _split(self, ask: _Ask, of: Reservation, keys: list[bytes]) -> Iterator[Callable[[], None]]:
@@ -393,14 +393,14 @@ class Tier:
         """Reads pages, compares their checksums, and leaves them to poll()."""
         rejected, was_read = list(range(len(keys))), False
         try:
-            if not ask.is_over:
+            if not ask.is_abandoned:
                 rejected, was_read = self._fill(ask, group, keys, pages), True
         except Exception as error:  # whatever somebody else's store raises
             self._fail_read(ask, error, len(rejected))
         with self._lock:
             for place in rejected:
                 ask.rejected += (group, pages[place])
-                ask.absent += (keys[place], ask.identity)
+                ask.absent_keys += (keys[place], ask.first_missed)
             self._end_task(ask)
         if was_read and rejected:  # as long as the store has them, nobody writes them anew
             self._delete(ask.resets, group, [keys[place] for place in rejected])
@@ -454,14 +454,14 @@ class Tier:
         """What was asked of the store for these pages has failed."""
         self._reads.fail(error)
         with self._lock:
-            self._failed += 0 if ask.is_over or isinstance(error, StorePausedError) else pages
+            self._failed += 0 if ask.is_abandoned or isinstance(error, StorePausedError) else pages
 
     def _end_task(self, ask: _Ask) -> None:
         """A thread has done a task of it. The caller holds the lock."""
-        ask.left -= 1
+        ask.open_tasks -= 1
         if ask.is_answered:
             self._on_answer()
-        elif not ask.left and ask.reservation is not None:
+        elif not ask.open_tasks and ask.reservation is not None:
             ask.reservation.let_go()
 
     def _report(self, key: bytes, problem: str) -> None:

@@ -55,8 +55,8 @@ class Access:
         wanted = set(keys)
         return [key for key in self.keys if key in wanted]
 
-    def behind_known(self, keys: Iterable[bytes], known: Container[bytes]) -> list[bytes]:
-        """The keys in the order of the prompt, behind the last known one in front of them."""
+    def with_predecessor(self, keys: Iterable[bytes], known: Container[bytes]) -> list[bytes]:
+        """The keys in the order of the prompt, after the nearest earlier one that is known."""
         keys, backwards = self.sort(keys), self.keys[::-1]
         fronts = islice(backwards, backwards.index(keys[0]) + 1, None)
         return [*islice(filter(known.__contains__, fronts), 1), *keys]

@@ -98,7 +98,7 @@ class WorkerPart(OffloadingConnectorWorker):
         kv_cache_config: Any,
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._writes_first = _writes_first(vllm_config, kv_cache_config)
+        self._overwrites_before_flush = _overwrites_before_flush(vllm_config, kv_cache_config)
         self._open: dict[int, TransferJob] = {}  # that the scheduler takes for running
         self._deferred: dict[int, TransferJob] = {}  # stores that begin in the next step
         self._has_failed_step = False  # a load of the last step has failed
@@ -117,12 +117,12 @@ class WorkerPart(OffloadingConnectorWorker):
         before, and waits for those whose blocks have a new owner.
 
         After a failed in-step load it drops all of these stores, and those of this step, which may
-        have been scheduled before. With `_writes_first` the new owner has written to its blocks
-        already: stores of their old contents are dropped.
+        have been scheduled before. With `_overwrites_before_flush` the new owner has written to its
+        blocks already: stores of their old contents are dropped.
         """
         metadata = kv_connector_metadata
         self._open |= metadata.load_jobs | metadata.store_jobs
-        if self._writes_first:
+        if self._overwrites_before_flush:
             self._drop_stores(metadata, metadata.jobs_to_flush)
         self._begin_deferred(metadata)
 
@@ -167,9 +167,9 @@ class WorkerPart(OffloadingConnectorWorker):
                 self._has_failed_step = True
             elif failure.direction == "load":
                 self.failed_requests.add(self._open[failure.number].req_id)
-        if self._writes_first and self._ours:
+        if self._overwrites_before_flush and self._ours:
             self._ours.hold_stream()
-        elif self._writes_first:
+        elif self._overwrites_before_flush:
             stores = {
                 n for n, job in self._open.items() if isinstance(job.src_spec, GPULoadStoreSpec)
             }
@@ -401,9 +401,12 @@ class KVSwapConnector(OffloadingConnector):
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
-            maker = sys._getframe(1).f_code
-            why_before = _why_before_step(vllm_config, kv_cache_config, maker)
-            _say_how(vllm_config, why_before, _writes_first(vllm_config, kv_cache_config))
+            of_factory = KVConnectorFactory.create_connector.__func__.__code__
+            is_vllms_child = sys._getframe(1).f_code is of_factory
+            why_before = _why_before_step(vllm_config, kv_cache_config, is_vllms_child)
+            _say_how(
+                vllm_config, why_before, _overwrites_before_flush(vllm_config, kv_cache_config)
+            )
             self.connector_scheduler = SchedulerPart(
                 *(spec, vllm_config, kv_cache_config), loads_in_step=not why_before
             )
@@ -480,18 +483,18 @@ def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
         _log.warning("KVSwapConnector was tested with vLLM %s, this is %s", TESTED["vllm"], version)
 
 
-def _why_before_step(vllm_config: Any, kv_cache_config: Any, maker: Any) -> str:
+def _why_before_step(vllm_config: Any, kv_cache_config: Any, is_vllms_child: bool) -> str:
     """Why no load is safe in the step that computes the rest; empty if loads are.
 
     Args:
         vllm_config (VllmConfig): that of the connector.
         kv_cache_config (KVCacheConfig): the groups of layers.
-        maker (CodeType): the code that makes the connector. vLLM's factory passes the configuration
-            that the engine follows; MultiConnector, for example, passes one of its own.
+        is_vllms_child (bool): vLLM's factory makes the connector, and passes the configuration that
+            the engine follows; MultiConnector, for example, passes one of its own.
     """
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    if maker is not KVConnectorFactory.create_connector.__func__.__code__:
+    if not is_vllms_child:
         return (
             "another connector has made it, which does not tell it the kv_load_failure_policy that "
             "the engine follows"
@@ -516,7 +519,7 @@ def _why_whole(vllm_config: Any) -> str:
     return "cudagraph_mode is FULL" if mode and mode.mixed_mode() == CUDAGraphMode.FULL else ""
 
 
-def _writes_first(vllm_config: Any, kv_cache_config: Any) -> bool:
+def _overwrites_before_flush(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether steps write to their new blocks (zeros, copies of other blocks) before they call
     handle_preemptions(), which waits for the stores of the old contents.
 

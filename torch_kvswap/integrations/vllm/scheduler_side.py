@@ -219,7 +219,7 @@ class KVSwapManager(HostManager[Reservation]):
             self._states[key], self._last_on_page[page] = store, key
         self._sizes.append(len(new))
         access.see(req_context, new)
-        self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
+        self._blocks.order(fold_keys(access.with_predecessor([*ready, *new], self._states)))
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
 
     def complete_store(

@@ -202,7 +202,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
             self._know(stored)
             # Directly behind the chunk in front of them: a prompt is evicted from its end.
             asked = self._asked(req_context)
-            self._session.order(fold_keys(asked.behind_known(stored, self._known)))
+            self._session.order(fold_keys(asked.with_predecessor(stored, self._known)))
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """Asks for what the step has looked up and does not know, and lets go of what it has not
