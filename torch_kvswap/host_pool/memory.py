@@ -90,18 +90,13 @@ class Mapping:
         owner = _Owner(unmap, native.map_host, -1 if fd is None else fd, mapped)
         address = owner.address
         self.tensor = owner.tensor(address, nbytes)
-        self.address, self._last = address, address + mapped
+        self.address = address
         if fd is None:
-            mapping = f" {os.getpid()} {self.address:x}-{self._last:x}"
+            mapping = f" {os.getpid()} {address:x}-{address + mapped:x}"
             self._file = promise(nbytes, mapping)
         # From Linux 6.1 on also where the setting for shared memory is "never".
         self._collapse = fd is not None
         self._cpus: list[int] = []
-
-    @property
-    def huge_bytes(self) -> int:
-        """Bytes that the kernel has put on huge pages so far."""
-        return min(self.nbytes, system.huge_bytes(self.address, self._last))
 
     @property
     def fd(self) -> int | None:
@@ -146,7 +141,6 @@ class ForeignMemory(Mapping):
     def __init__(self, tensor: Tensor, table_bytes: int, pinned_pieces: int) -> None:
         self.tensor, self.address, self.nbytes = tensor, tensor.data_ptr(), tensor.numel()
         self._storage_bytes = tensor.untyped_storage().nbytes()
-        self._last = self.address + self.nbytes
         self._is_private, self._collapse, self._cpus = True, False, []
         self.table = Mapping(table_bytes) if table_bytes else None
         self.pinned_pieces = pinned_pieces
@@ -177,7 +171,6 @@ class TorchMemory:
     """
 
     fd: int | None = None
-    huge_bytes = 0  # torch does not report it
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
         with _has_room(nbytes, page_bytes):
@@ -202,7 +195,6 @@ class DriverMemory:
     """
 
     fd: int | None = None
-    huge_bytes = 0  # the driver does not report it
 
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
         with _has_room(nbytes, page_bytes):  # the driver touches all of it

@@ -131,8 +131,7 @@ class HostPool(NotCopyable):
 
     Pages for a cache on a device are pinned; if the driver refuses, a warning is logged, and they
     are pageable (is_pinned). They are on the NUMA node of a CUDA GPU, and on transparent huge pages
-    where the kernel offers them (huge_bytes). For devices other than CUDA, PyTorch allocates and
-    pins them.
+    where the kernel offers them. For devices other than CUDA, PyTorch allocates and pins them.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
@@ -553,15 +552,6 @@ class HostPool(NotCopyable):
             found, _ = pinned_pages(self.device, memory.mapping.address, self._shape)
             return found == self.num_pages
         return False
-
-    @property
-    def huge_bytes(self) -> int:
-        """Bytes of the memory that are on huge pages now.
-
-        Raises RuntimeError if the pool is closed.
-        """
-        self._memory.check_open()
-        return self._memory.mapping.huge_bytes
 
     def _describe(self, contents: dict[str, Any] | None = None) -> dict[str, Any]:
         """See describe_page()."""

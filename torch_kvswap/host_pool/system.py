@@ -147,18 +147,13 @@ def _limit(folder: Path, limit_name: str, usage_name: str, inactive_name: str) -
     return Limit(int(allowed) - int(used) + inactive, int(allowed), f"/{folder / limit_name}")
 
 
-def huge_bytes(first: int, last: int) -> int:
-    """Bytes on huge pages in the mappings between two addresses."""
-    return _mapped_bytes("self", first, last, "AnonHugePages|ShmemPmdMapped|FilePmdMapped")
-
-
-def _mapped_bytes(process: str, first: int, last: int, fields: str) -> int:
-    """The sum of these values of a process's mappings between two addresses."""
+def _mapped_bytes(process: str, first: int, last: int) -> int:
+    """Bytes with memory in a process's mappings between two addresses."""
     kilobytes, inside = 0, False
     for line in _read(f"proc/{process}/smaps").splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = first <= int(found[1], 16) and int(found[2], 16) <= last
-        elif inside and (found := re.match(rf"(?:{fields}):\s+(\d+) kB", line)):
+        elif inside and (found := re.match(r"Rss:\s+(\d+) kB", line)):
             kilobytes += int(found[1])
     return kilobytes << 10
 
@@ -196,7 +191,7 @@ def promised_bytes(own: int, is_exact: bool = True) -> tuple[int, int]:
             seen.add(status.st_ino)
             left = status.st_size - 512 * status.st_blocks
             if pid is not None and is_exact:
-                left -= _mapped_bytes(process, int(first, 16), int(last, 16), "Rss")
+                left -= _mapped_bytes(process, int(first, 16), int(last, 16))
             promised += max(left, 0)
             in_group += max(left, 0) if _read(f"proc/{process}/cgroup") == group else 0
     return promised, in_group

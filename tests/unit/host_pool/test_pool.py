@@ -107,7 +107,6 @@ def test_a_forked_child_cannot_use_the_pool() -> None:
         lambda: pool.pages,
         lambda: pool.is_ready,
         lambda: pool.is_pinned,
-        lambda: pool.huge_bytes,
         lambda: pool.read_block(0),
         lambda: pool.view_for(make_layout()),
         pool.share,

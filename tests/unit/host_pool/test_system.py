@@ -103,25 +103,11 @@ def test_the_node_and_its_cpus_are_read(tree: Path) -> None:
     assert system.numa_nodes() == [0, 1, 4]
 
 
-def test_huge_bytes_lie_between_two_addresses(tree: Path) -> None:
-    entries = [
-        ("1000-2000", "AnonHugePages", 64),
-        ("2000-3000", "AnonHugePages", 1),
-        ("3000-4000", "ShmemPmdMapped", 2),
-        ("4000-5000", "FilePmdMapped", 4),
-        ("5000-6000", "Rss", 8),
-        ("6000-7000", "AnonHugePages", 64),
-    ]
-    lines = [f"{ends} rw-p 0 00:00 0\n{name}:   {size} kB\n" for ends, name, size in entries]
-    write(tree, "proc/self/smaps", "".join(lines))
-    assert system.huge_bytes(0x2000, 0x6000) == 7 << 10
-
-
 def test_names_in_any_encoding_are_read_over(tree: Path) -> None:
-    write(tree, "proc/self/smaps", "")
-    entry = b"1000-2000 r--p 0 00:00 0 /caf\xe9.so\nAnonHugePages:   4 kB\n"
-    (tree / "proc/self/smaps").write_bytes(entry)
-    assert system.huge_bytes(0x1000, 0x2000) == 4 << 10
+    write(tree, "proc/self/maps", "")
+    entry = b"1000-2000 rw-p 0 00:00 0 /caf\xe9.so\n"
+    (tree / "proc/self/maps").write_bytes(entry)
+    assert system.first_unwritable(0x1000, 0x3000) == 0x2000
 
 
 # A pool that exceeds the memory of the machine is refused; the error names the limit and the remedy.
