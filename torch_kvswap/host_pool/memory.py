@@ -7,7 +7,7 @@ import ctypes
 import fcntl
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -77,10 +77,10 @@ class Mapping:
     is_foreign = False  # made by somebody else
     table: Mapping | None = None  # memory of their own for checksums; None: they are in this one
     pinned_pieces = 0  # in which its owner has pinned it; 0 if the pool pins it
+    _file: Descriptors | None = None
 
     def __init__(self, nbytes: int, fd: int | None = None) -> None:
         self.nbytes = nbytes
-        self._is_private = fd is None
         if fd is not None:
             self._file = Descriptors(os.dup, fd)
             mapped = os.fstat(fd).st_size
@@ -88,25 +88,20 @@ class Mapping:
             mapped = -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE
         unmap = partial(native.unmap_host, nbytes=mapped)
         owner = _Owner(unmap, native.map_host, -1 if fd is None else fd, mapped)
-        address = owner.address
-        self.tensor = owner.tensor(address, nbytes)
-        self.address = address
-        if fd is None:
-            mapping = f" {os.getpid()} {address:x}-{address + mapped:x}"
-            self._file = promise(nbytes, mapping)
-        # From Linux 6.1 on also where the setting for shared memory is "never".
-        self._collapse = fd is not None
+        self.address = owner.address
+        self.tensor = owner.tensor(self.address, nbytes)
         self._cpus: list[int] = []
 
     @property
     def fd(self) -> int | None:
         """The descriptor of the file; None for private memory."""
-        return None if self._is_private else self._file.fd
+        return None if self._file is None else self._file.fd
 
     def release(self) -> None:
         """Drops the tensor and closes the file. The memory is unmapped with its last view."""
         vars(self).pop("tensor", None)  # it may be called again
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def place(self, device: torch.device) -> None:
         """Places the pages on the NUMA node of a GPU when they are touched, while it has memory."""
@@ -124,7 +119,9 @@ class Mapping:
         """
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
-        native.touch_host(address, last - first, threads, self._collapse, self._cpus)
+        # From Linux 6.1 on also where the setting for shared memory is "never".
+        collapse = self._file is not None
+        native.touch_host(address, last - first, threads, collapse, self._cpus)
 
 
 class ForeignMemory(Mapping):
@@ -141,7 +138,7 @@ class ForeignMemory(Mapping):
     def __init__(self, tensor: Tensor, table_bytes: int, pinned_pieces: int) -> None:
         self.tensor, self.address, self.nbytes = tensor, tensor.data_ptr(), tensor.numel()
         self._storage_bytes = tensor.untyped_storage().nbytes()
-        self._is_private, self._collapse, self._cpus = True, False, []
+        self._cpus = []
         self.table = Mapping(table_bytes) if table_bytes else None
         self.pinned_pieces = pinned_pieces
 
@@ -173,9 +170,9 @@ class TorchMemory:
     fd: int | None = None
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
-        with _has_room(nbytes, page_bytes):
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self.tensor = memory.zero_()
+        check_room(nbytes, page_bytes)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.tensor = memory.zero_()
         if not self.tensor.is_pinned():
             raise RuntimeError("torch has allocated memory that is not pinned")
         self.address, self.nbytes = self.tensor.data_ptr(), nbytes
@@ -197,9 +194,9 @@ class DriverMemory:
     fd: int | None = None
 
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
-        with _has_room(nbytes, page_bytes):  # the driver touches all of it
-            free = partial(_free, ForkGuard(), device.index)
-            owner = _Owner(free, native.allocate_host, device.index, nbytes + SYSTEM_PAGE)
+        check_room(nbytes, page_bytes)  # the driver touches all of it
+        free = partial(_free, ForkGuard(), device.index)
+        owner = _Owner(free, native.allocate_host, device.index, nbytes + SYSTEM_PAGE)
         self.address = -(-owner.address // SYSTEM_PAGE) * SYSTEM_PAGE
         self.tensor, self.nbytes = owner.tensor(self.address, nbytes).zero_(), nbytes
 
@@ -223,41 +220,10 @@ def map_new(nbytes: int, page_bytes: int, *, shared: bool) -> Mapping:
         ValueError: the machine does not have this much memory.
     """
     check_room(nbytes, page_bytes)
-    with system.promising():
-        if not shared:
-            mapping = Mapping(nbytes)
-            try:
-                check_room(nbytes, page_bytes, own=mapping._file.fd)
-            except ValueError:
-                mapping.release()  # now: it counts while the exception lives
-                raise
-            return mapping
-        with contextlib.closing(create_file(nbytes)) as file:
-            check_room(nbytes, page_bytes, own=file.fd)
-            return Mapping(nbytes, file.fd)
-
-
-@contextlib.contextmanager
-def _has_room(nbytes: int, page_bytes: int) -> Iterator[None]:
-    """Promises memory while it is allocated and touched."""
-    check_room(nbytes, page_bytes)
-    with contextlib.ExitStack() as stack:
-        with system.promising():
-            file = stack.enter_context(contextlib.closing(promise(nbytes)))
-            check_room(nbytes, page_bytes, own=file.fd)
-        yield
-
-
-def promise(nbytes: int, of: str = "") -> Descriptors:
-    """Makes a file of this size, without memory, that check_room() counts in all processes until it
-    is closed.
-
-    Args:
-        of (str): the process and the range of addresses where the memory is touched.
-    """
-    file = Descriptors(os.memfd_create, f"torch_kvswap{of}", os.MFD_CLOEXEC)
-    os.ftruncate(file.fd, nbytes)
-    return file
+    if not shared:
+        return Mapping(nbytes)
+    with contextlib.closing(create_file(nbytes)) as file:
+        return Mapping(nbytes, file.fd)
 
 
 def _node_of(device: torch.device) -> int | None:
@@ -279,7 +245,7 @@ def create_file(nbytes: int) -> Descriptors:
         OSError: the kernel does not create the file.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    file = Descriptors(os.memfd_create, "torch_kvswap", flags)  # see system.promised_bytes()
+    file = Descriptors(os.memfd_create, "torch_kvswap", flags)
     os.ftruncate(file.fd, -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE)
     fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, _SEALS)
     return file

@@ -19,11 +19,6 @@ from torch_kvswap._native.descriptors import Descriptors
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 _LANE_BYTES = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
 
-# Files of pools, see memory.create_file() and memory.promise().
-_POOL_FILE = re.compile(r"/memfd:torch_kvswap(?: (\d+) ([0-9a-f]+)-([0-9a-f]+))? \(deleted\)")
-_SMALL_PART = 1 << 10  # of the free memory: smaller pools ignore what others were promised
-
-TURN = 1.0  # seconds that a pool waits while others promise memory; tests set it
 ROOT = Path("/")  # contains proc and sys; tests use another folder
 
 
@@ -147,17 +142,6 @@ def _limit(folder: Path, limit_name: str, usage_name: str, inactive_name: str) -
     return Limit(int(allowed) - int(used) + inactive, int(allowed), f"/{folder / limit_name}")
 
 
-def _mapped_bytes(process: str, first: int, last: int) -> int:
-    """Bytes with memory in a process's mappings between two addresses."""
-    kilobytes, inside = 0, False
-    for line in _read(f"proc/{process}/smaps").splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = first <= int(found[1], 16) and int(found[2], 16) <= last
-        elif inside and (found := re.match(r"Rss:\s+(\d+) kB", line)):
-            kilobytes += int(found[1])
-    return kilobytes << 10
-
-
 def first_unwritable(first: int, last: int) -> int | None:
     """The first of these addresses that this process cannot write; None if there is none, or the
     kernel does not say.
@@ -170,46 +154,6 @@ def first_unwritable(first: int, last: int) -> int | None:
         if int(begin, 16) <= first < int(end, 16) and access.startswith("rw"):
             first = int(end, 16)
     return first if first < last else None
-
-
-def promised_bytes(own: int, is_exact: bool = True) -> tuple[int, int]:
-    """Bytes that pools have been promised and have not touched, as far as the kernel shows them to
-    this process: of this user's processes, and of those of them in its control group.
-
-    Args:
-        own (int): file descriptor of a pool that is left out.
-        is_exact (bool): False counts what private pools have touched, too. To know how much that
-            is, the kernel walks through all memory of their processes.
-    """
-    seen = {os.fstat(own).st_ino}
-    group, promised, in_group = _read("proc/self/cgroup"), 0, 0
-    for process in _processes():
-        for found, status in _pool_files(process):
-            pid, first, last = found.groups()
-            if status.st_ino in seen or pid not in (None, process):  # None: forked children share
-                continue
-            seen.add(status.st_ino)
-            left = status.st_size - 512 * status.st_blocks
-            if pid is not None and is_exact:
-                left -= _mapped_bytes(process, int(first, 16), int(last, 16))
-            promised += max(left, 0)
-            in_group += max(left, 0) if _read(f"proc/{process}/cgroup") == group else 0
-    return promised, in_group
-
-
-def _processes() -> list[str]:
-    with contextlib.suppress(OSError):
-        return [name for name in os.listdir(ROOT / "proc") if name.isdecimal()]
-    return []
-
-
-def _pool_files(process: str) -> Iterator[tuple[re.Match[str], os.stat_result]]:
-    """The open files of a process that stand for memory of a pool."""
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
-        for file in (ROOT / "proc" / process / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                if found := _POOL_FILE.fullmatch(os.readlink(file)):
-                    yield found, file.stat()
 
 
 def _meminfo() -> dict[str, int]:
@@ -247,11 +191,6 @@ def one_at_a_time(folder: str, seconds: float) -> Iterator[None]:
             fcntl.flock(own.fd, fcntl.LOCK_UN)  # a child may have it by a fork meanwhile
 
 
-def promising() -> contextlib.AbstractContextManager[None]:
-    """Keeps others from promising memory and counting promises, in processes that see the same."""
-    return one_at_a_time("proc", TURN)
-
-
 class NoRoomError(ValueError):
     """The machine has no room for a pool.
 
@@ -266,53 +205,36 @@ class NoRoomError(ValueError):
     otherwise: str
 
 
-def check_room(nbytes: int, page_bytes: int, *, own: int | None = None) -> None:
-    """Raises NoRoomError if the machine has no room for a pool of this size and pages. The message
-    has the limit, and how many pages fit.
+def check_room(nbytes: int, page_bytes: int) -> None:
+    """Raises NoRoomError if the machine has no room now for a pool of this size and pages. The
+    message has the limit, and how many pages fit.
 
-    Without this check the kernel would kill the process when it touches the memory. With `own`, the
-    pool's file, what other pools have been promised is no room. They see this file already: of
-    those that ask at the same time never too many get memory, and with promising() not too few.
+    Without this check the kernel would kill the process when it touches the memory.
     """
     available, limits = available_bytes(), list(control_group_limits())
     rooms = [limit.left for limit in limits]
     if available is not None:
         rooms.append(available)
-    promised = in_group = 0
-    if own is not None and nbytes > min(rooms, default=nbytes) // _SMALL_PART:
-        for is_exact in (False, True):
-            promised, in_group = promised_bytes(own, is_exact)
-            rooms = [limit.left - in_group for limit in limits]
-            if available is not None:
-                rooms.append(available - promised)
-            if nbytes <= min(rooms, default=nbytes):
-                break
-    if nbytes <= min(rooms, default=nbytes):
+    room = min(rooms, default=nbytes)
+    if nbytes <= room:
         return
     needed = f"the pages need {bytes_text(nbytes)} of host memory"
-    if available is not None and nbytes > available - promised:
+    if available is not None and nbytes > available:
         problem = (
             f"{needed}, of which {bytes_text(available)} are available (MemAvailable in "
-            f"/proc/meminfo){_promised_text(promised)}"
+            "/proc/meminfo)"
         )
         otherwise = "end what uses the memory"
     else:
-        limit = next(limit for limit in limits if nbytes > limit.left - in_group)
+        limit = next(limit for limit in limits if nbytes > limit.left)
         problem = (
             f"{needed}, and the control group of this process has "
             f"{bytes_text(max(limit.left, 0))} left of {bytes_text(limit.allowed)} ({limit.file})"
-            f"{_promised_text(in_group)}"
         )
         otherwise = "raise the memory limit of the container or service"
-    error = NoRoomError(f"{problem}; {_smaller_pool(min(rooms), page_bytes)}{otherwise}")
-    error.problem, error.room, error.otherwise = problem, min(rooms), otherwise
+    error = NoRoomError(f"{problem}; {_smaller_pool(room, page_bytes)}{otherwise}")
+    error.problem, error.room, error.otherwise = problem, room, otherwise
     raise error
-
-
-def _promised_text(nbytes: int) -> str:
-    if not nbytes:
-        return ""
-    return f", {bytes_text(nbytes)} of them promised to other host pools, which have not used them"
 
 
 def _smaller_pool(room: int, page_bytes: int) -> str:

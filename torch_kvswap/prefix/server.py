@@ -9,6 +9,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch_kvswap.below.read_store import read_store, without_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.host_pool.system import NoRoomError
+from torch_kvswap.host_pool.system import NoRoomError, check_room
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
@@ -144,8 +145,8 @@ class _Pages:
         on_answer: Callable[[], None],
     ) -> None:
         self.cache = cache
-        self.pools: list[HostPool] = []
-        groups = []
+        makes: list[Callable[[], HostPool]] = []
+        groups, sizes, left = [], [], memory
         for page, wanted in zip(cache["pages"], cache["num_pages"], strict=True):
             layout = layout_like(page["tensors"])
             options = {"encoding": page["encoding"], "verify": cache["verify"]}
@@ -154,21 +155,24 @@ class _Pages:
             per_page = page["blocks_per_page"]
             size = HostPool.page_bytes_of(layout, per_page, **options)
             count = wanted or memory // size
-            left = memory - sum(pool.nbytes for pool in self.pools)
             if count * size > left or not count:
                 raise ValueError(
                     f"{max(count, 1)} pages of {size} bytes do not fit into the "
                     f"{bytes_text(left)} that this server has left for them; start it with more "
                     "--memory"
                 )
-            try:
-                self.pools.append(HostPool(layout, count, per_page, **options, shared=True))
-            except NoRoomError as error:
-                if wanted:  # the engine can ask for fewer
-                    raise
-                raise _too_much(memory, error) from error
+            sizes.append(size)
+            left -= count * size
+            makes.append(partial(HostPool, layout, count, per_page, **options, shared=True))
             fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
             groups.append(BlockGroup(count, **fields))
+        try:
+            check_room(memory - left, sum(sizes))  # all groups: engines touch them later
+            self.pools = [make() for make in makes]
+        except NoRoomError as error:
+            if any(cache["num_pages"]):  # the engine can ask for fewer
+                raise
+            raise _too_much(memory, error) from error
         below = None if store is None else below_policy
         self.manager = BlockManager(groups, below_policy=below, may_be_dropped=True)
         self.tier: Tier | None = None

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import fcntl
 import os
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
 from patience import PATIENCE
-from processes import in_child, live_fork
 
+from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import Mapping, map_new
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -110,6 +107,22 @@ def test_names_in_any_encoding_are_read_over(tree: Path) -> None:
     assert system.first_unwritable(0x1000, 0x3000) == 0x2000
 
 
+def test_one_process_at_a_time_has_a_folder(tree: Path) -> None:
+    def is_free() -> bool:
+        with contextlib.closing(Descriptors(os.open, tree, os.O_RDONLY)) as file:
+            try:
+                fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    with system.one_at_a_time(".", PATIENCE):
+        assert not is_free()
+        with system.one_at_a_time(".", 0.0):  # one that is stopped inside keeps nobody out for ever
+            pass
+    assert is_free()
+
+
 # A pool that exceeds the memory of the machine is refused; the error names the limit and the remedy.
 
 
@@ -118,98 +131,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(system, "ROOT", tmp_path)
     write(tmp_path, "proc/meminfo", "MemAvailable: 102400 kB\n")
     return tmp_path
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """It has 100 MiB available, whatever is used, and these processes."""
-    processes = [str(os.getpid())]
-    monkeypatch.setattr(system, "control_group_limits", lambda: [])
-    monkeypatch.setattr(system, "_processes", lambda: processes)
-    gc.collect()
-    with open(os.devnull) as none:  # pools that other tests have not dropped are no part of it
-        promised, _ = system.promised_bytes(none.fileno())
-    monkeypatch.setattr(system, "available_bytes", lambda: 100 * MIB + promised)
-    return processes
-
-
-def refusal(mib: int, shared: bool) -> str:
-    """Why there is no such pool; "" if there is."""
-    try:
-        map_new(mib * MIB, MIB, shared=shared).release()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_pools_of_all_processes_share_the_room(shared: bool, machine: list[str]) -> None:
-    def is_shared() -> bool:
-        refused = refusal(41, shared)
-        return refusal(40, shared) == "" and "promised to other host pools" in refused
-
-    first = map_new(60 * MIB, MIB, shared=shared)
-    with live_fork() as child:  # it has no memory of its own
-        machine.append(str(child))
-        assert in_child(is_shared) == 1
-        assert is_shared()
-    first.touch(0, 60 * MIB)  # what is touched is not available any more
-    assert refusal(100, shared) == ""
-    first.release()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_two_that_ask_at_once_never_overcommit(
-    shared: bool, machine: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    promised, second = system.promised_bytes, []
-    monkeypatch.setattr(system, "TURN", 0.0)  # the first one never lets the second in
-
-    def ask_meanwhile(*which: Any) -> tuple[int, int]:
-        monkeypatch.setattr(system, "promised_bytes", promised)
-        second.append(refusal(60, shared))
-        return promised(*which)
-
-    monkeypatch.setattr(system, "promised_bytes", ask_meanwhile)
-    assert refusal(60, shared) == ""
-    assert "promised to other host pools" in second[0]
-
-
-def test_plenty_of_room_needs_no_exact_numbers(
-    machine: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = map_new(10 * MIB, MIB, shared=False)
-    monkeypatch.delattr(system, "_mapped_bytes")  # which takes long
-    assert refusal(40, shared=False) == ""
-    first.release()
-
-
-def test_as_many_as_fit_get_room_at_once(
-    machine: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    promised, barrier, got = system.promised_bytes, threading.Barrier(4), list[Mapping]()
-    monkeypatch.setattr(system, "TURN", PATIENCE)
-
-    def after_all_have_asked(*which: Any) -> tuple[int, int]:
-        with contextlib.suppress(threading.BrokenBarrierError):  # they ask one after another
-            barrier.wait(0.5)
-            counted = promised(*which)
-            barrier.wait(0.5)
-            return counted
-        return promised(*which)
-
-    monkeypatch.setattr(system, "promised_bytes", after_all_have_asked)
-
-    def ask() -> None:
-        with contextlib.suppress(ValueError):
-            got.append(map_new(40 * MIB, MIB, shared=True))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == 2
 
 
 def test_gib_and_the_pages_that_fit_are_named(root: Path) -> None:

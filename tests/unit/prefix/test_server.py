@@ -624,6 +624,23 @@ def test_a_server_starts_while_engines_map_the_memory(
             engine.compute("a")
 
 
+def test_the_pages_of_all_groups_must_have_room(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine has touched any when the last group's are made."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 100 kB\n")
+    layouts = [PagedLayout([torch.zeros(8, 1024, dtype=torch.uint8)]) for _ in range(2)]
+    groups = [BlockGroup(60), BlockGroup(60)]
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    with serving(path, 2**10):
+        text = error_text(PrefixCache.connect, path, layouts, groups, model="m")
+        assert "the pages need 122880 bytes of host memory" in text.replace("\n", " ")
+        assert "(num_pages=50 fits)" in text
+        groups = [BlockGroup(50), BlockGroup(50)]
+        PrefixCache.connect(path, layouts, groups, model="m").close()
+
+
 def test_a_tier_without_threads_leaves_none(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
