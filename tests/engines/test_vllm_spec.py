@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,31 @@ def test_too_little_memory_names_the_option(tmp_path, monkeypatch):
     said = "cpu_bytes_to_use is 20000, but the pages need 20000 bytes .*; set it to 10000 or less, or end"
     with pytest.raises(ValueError, match=said):
         spec.get_worker(caches([[(0, 1000)]], [1000], "cpu"))
+
+
+def test_the_parts_of_all_ranks_must_have_room(tmp_path, monkeypatch):
+    """Each is of 10000 bytes."""
+    (tmp_path / "proc").mkdir()
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+
+    def begin(rank: int, kilobytes: int, nodes: int = 1) -> None:
+        def available(kilobytes: int) -> None:
+            (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {kilobytes} kB\n")
+
+        available(kilobytes)
+        # From the barrier on the others take their parts.
+        group = SimpleNamespace(rank_in_group=rank, barrier=lambda: available(10))
+        monkeypatch.setattr(spec_module, "get_tp_group", lambda: group)
+        monkeypatch.setattr(spec_module, "get_node_count", lambda: nodes)
+        spec = KVSwapOffloadingSpec(config(2, 1, 1000, rank, cpu_bytes_to_use=20_000))
+        spec.get_worker(caches([[(0, 1000)]], [1000], "cpu")).shutdown()
+
+    said = "cpu_bytes_to_use is 20000, but the pages need 20000 bytes .*; set it to 14000 or less"
+    with pytest.raises(ValueError, match=said):
+        begin(0, 15)
+    begin(0, 20)
+    begin(1, 10)
+    begin(0, 10, nodes=2)
 
 
 def test_our_log_is_written_where_vllms_is(monkeypatch):

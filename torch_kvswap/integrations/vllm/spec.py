@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_node_count, get_pp_group, get_tp_group
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingCounterMetadata,
@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from torch_kvswap.encoding.slot import read_encoding
-from torch_kvswap.host_pool.system import NoRoomError
+from torch_kvswap.host_pool.system import NoRoomError, check_room
 from torch_kvswap.integrations.vllm.options import read_options
 from torch_kvswap.integrations.vllm.scheduler_session import SchedulerSession
 from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES, KVSwapManager
@@ -122,6 +122,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         num_pages = 0 if path is not None else self._check_size(*sizes)
         layers = [group.layer_names for group in self.config.groups]
         try:
+            if num_pages and not self.replicated_layout:
+                self._check_room(num_pages)
             return KVSwapWorker(
                 *(kv_caches, num_pages, self.blocks_per_chunk, self.options, layers), **how
             )
@@ -193,6 +195,20 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 f"{self.blocks_per_chunk} blocks takes {chunk_bytes} bytes in all workers together"
             )
         return num_pages
+
+    def _check_room(self, num_pages: int) -> None:
+        """Raises NoRoomError if the machine has no room for the pools of all tensor-parallel ranks.
+
+        Alone, each would count on the same memory. Rank 0 checks before any of them takes its part;
+        if it fails, vLLM ends the others. Ranks of several machines are not checked together.
+        """
+        parallel = self.config.parallel
+        if parallel.tp_size == 1 or get_node_count() > 1:
+            return
+        group, ranks = get_tp_group(), parallel.world_size // parallel.tp_size
+        if group.rank_in_group == 0:
+            check_room(num_pages * self._chunk_bytes // ranks, self._chunk_bytes)
+        group.barrier()
 
     def _info(self, num_pages: int) -> Any:
         """What config_info() reports."""
