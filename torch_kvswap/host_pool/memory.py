@@ -156,8 +156,21 @@ class ForeignMemory(Mapping):
         vars(self).pop("tensor", None)  # it may be called again
 
 
-class TorchMemory:
-    """A Mapping of zeroed memory that torch has pinned, for devices that cannot register memory.
+class AllocatedMemory:
+    """Zeroed memory that its owner allocates and pins: it takes the place of a Mapping."""
+
+    fd: int | None = None
+    tensor: Tensor
+    address: int
+    nbytes: int
+
+    def release(self) -> None:
+        """Drops the tensor. The memory is freed with its last view."""
+        vars(self).pop("tensor", None)  # it may be called again
+
+
+class TorchMemory(AllocatedMemory):
+    """Memory that torch has pinned, for devices that cannot register memory.
 
     Torch may allocate more than was asked for: the allocators of some devices round up to a power
     of two.
@@ -167,8 +180,6 @@ class TorchMemory:
         RuntimeError: torch cannot pin memory for this device.
     """
 
-    fd: int | None = None
-
     def __init__(self, nbytes: int, page_bytes: int) -> None:
         check_room(nbytes, page_bytes)
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -177,21 +188,15 @@ class TorchMemory:
             raise RuntimeError("torch has allocated memory that is not pinned")
         self.address, self.nbytes = self.tensor.data_ptr(), nbytes
 
-    def release(self) -> None:
-        """Drops the tensor."""
-        vars(self).pop("tensor", None)  # it may be called again
 
-
-class DriverMemory:
-    """A Mapping of zeroed memory that the CUDA driver has allocated and pinned, where it registers
-    none of the process. A forked child must not touch it.
+class DriverMemory(AllocatedMemory):
+    """Memory that the CUDA driver has allocated and pinned, where it registers none of the process.
+    A forked child must not touch it.
 
     Raises:
         ValueError: the machine does not have this much memory.
         RuntimeError: the driver does not allocate this much in one piece.
     """
-
-    fd: int | None = None
 
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
         check_room(nbytes, page_bytes)  # the driver touches all of it
@@ -199,10 +204,6 @@ class DriverMemory:
         owner = _Owner(free, native.allocate_host, device.index, nbytes + SYSTEM_PAGE)
         self.address = -(-owner.address // SYSTEM_PAGE) * SYSTEM_PAGE
         self.tensor, self.nbytes = owner.tensor(self.address, nbytes).zero_(), nbytes
-
-    def release(self) -> None:
-        """Drops the tensor. The memory is freed with its last view."""
-        vars(self).pop("tensor", None)  # it may be called again
 
 
 def _free(process: ForkGuard, device: int, address: int) -> None:

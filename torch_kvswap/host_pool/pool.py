@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from torch_kvswap.encoding.slot import (
 from torch_kvswap.host_pool import foreign
 from torch_kvswap.host_pool.description import describe_page, difference
 from torch_kvswap.host_pool.memory import (
+    AllocatedMemory,
     DriverMemory,
     ForeignMemory,
     Mapping,
@@ -47,9 +48,6 @@ from torch_kvswap.host_pool.pinning import ONE_CHUNK, Pinning, read_in_backgroun
 from torch_kvswap.host_pool.shape import PoolShape, check_layout, read_part
 from torch_kvswap.host_pool.shared import ATTACH_ADVICE, PoolHandle
 from torch_kvswap.layout import PagedLayout
-
-# What its owner pins: it is not registered.
-AllocatedMemory: TypeAlias = TorchMemory | DriverMemory
 
 
 class User(Protocol):
