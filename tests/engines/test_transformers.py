@@ -133,7 +133,9 @@ def test_encoded_blocks_come_back_with_the_same_bytes(kind):
     assert seen.parked == seen.back > 0
     assert seen.wrong == 0
     assert seen.is_empty
-    assert seen.swap.pool.encoding == "lossless"
+    pool, block_bytes = seen.swap.pool, seen.swap.handler.layouts[0].block_bytes
+    assert pool.encoding == "lossless"
+    assert pool.num_pages * block_bytes > 1.25 * config(0).cpu_offload_space * 2**30
     stores = seen.swap.handler.metrics().stores
     assert 0 < stores.link_bytes < 0.79 * stores.bytes
 
