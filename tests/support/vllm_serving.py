@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,6 +61,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import kv_connector as v2
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from torch_kvswap.integrations.vllm import spec as spec_module
 from torch_kvswap.results import BlocksRejectedError, CorruptedPageError, TransferError
 
 LAYERS, BLOCK, LANES = 4, 16, 16  # LANES: numbers of 4 bytes that a layer keeps of a token
@@ -348,6 +350,10 @@ class Serving:
         self.runners = []  # before the scheduler, as in an engine
         for rank in range(workers):
             patch.setattr(self.config.parallel_config, "rank", rank)
+            # They begin one after another, so nobody waits.
+            group = SimpleNamespace(rank_in_group=rank, barrier=lambda: None)
+            patch.setattr(spec_module, "get_tp_group", lambda group=group: group)
+            patch.setattr(spec_module, "get_node_count", lambda: 1)
             with set_current_vllm_config(self.config):
                 first = 0 if heads is None else rank * heads_here
                 mine = range(first, first + heads_here)
