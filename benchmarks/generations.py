@@ -41,9 +41,9 @@ class Generations:
         self.offloading = offloading = manager.batch_processor.offloading_manager
         offload = offloading._offload_to_cpu
 
-        def counted(victims: Sequence[Any], *more: Any) -> Any:
+        def counted(victims: Sequence[Any], tables: Any) -> Any:
             self._preempted += len(victims)
-            return offload(victims, *more)
+            return offload(victims, tables)
 
         offloading._offload_to_cpu = counted
 
@@ -70,7 +70,7 @@ class Generations:
 def batching(page_tokens: int, num_blocks: int, gib: float, **more: Any) -> Any:
     """The settings of a continuous batching. gib: of host memory."""
     settings = {
-        "block_size" if hf.__version__.startswith("5.17.") else "page_size": page_tokens,
+        "page_size": page_tokens,
         "num_blocks": num_blocks,
         "use_cuda_graph": False,
         "allow_block_sharing": False,

@@ -103,7 +103,7 @@ def new_model(device: torch.device, layers: int, kv_heads: int) -> Any:
     )
     with torch.device(device):
         model = hf.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    model.set_attn_implementation("paged|sdpa" if hf.__version__.startswith("5.17.") else "sdpa")
+    model.set_attn_implementation("sdpa")
     return model
 
 

@@ -12,7 +12,7 @@ from generations import batching
 from timing import Call, synchronize
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from torch_kvswap.integrations import transformers as integration
+from torch_kvswap.integrations.transformers.cache_view import CacheView
 from torch_kvswap.integrations.transformers.swap_manager import SwapManager
 
 SMALL = 8  # requests that run beside it
@@ -36,7 +36,6 @@ class Preemptions:
 
     def __init__(self, model: Any, block_tokens: int, blocks: int) -> None:
         self._model, self._tokens, self._blocks = model, block_tokens, blocks
-        self._is_old = hf.__version__.startswith("5.17.")
         config = model.config
         self.block_bytes = (
             2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -52,7 +51,7 @@ class Preemptions:
         self._cache, self._scheduler = self._processor.cache, self._processor.scheduler
         self._offloading = self._processor.offloading_manager
         self._stream = self._processor.inputs_and_outputs.compute_stream
-        self._view = integration.view()(self._cache)
+        self._view = CacheView(self._cache)
         self._calls: list[Call] = []
         self._in_call = False
         self._name = ""  # of the large request
@@ -66,7 +65,7 @@ class Preemptions:
         self._watch(self._offloading, "restore_scheduled_requests")
         self._watch(self._scheduler, "_get_waiting_candidates")
         self._watch_blocks("free_blocks")
-        self._watch_blocks("allocate_blocks" if self._is_old else "can_store_request_tokens")
+        self._watch_blocks("can_store_request_tokens")
 
     def preempt(self, overwrites: bool = False) -> Loss:
         """Preempts the large request beside a batch of the others and brings it back.
@@ -117,10 +116,7 @@ class Preemptions:
         """A request that decodes, whose tokens fill so many blocks."""
         length = blocks * self._tokens
         state = RequestState(request_id=name, initial_tokens=[1] * length, max_new_tokens=None)
-        if self._is_old:
-            state.allocated_blocks = self._cache.allocate_blocks(blocks, name, 0)
-        else:
-            assert self._cache.can_store_request_tokens(state, length)
+        assert self._cache.can_store_request_tokens(state, length)
         if runs:
             self._decode(state, length)
             self._scheduler.active_requests[name] = state
@@ -133,8 +129,6 @@ class Preemptions:
         state.generated_tokens, state.tokens_to_process = [1], [1]
 
     def _free_blocks(self) -> int:
-        if self._is_old:
-            return int(self._cache.get_num_free_blocks())
         self._cache.pool.try_to_free_sectors()
         [group] = self._view.groups
         free = self._cache.pool.num_free_sectors * group.blocks_per_sector

@@ -38,10 +38,10 @@ def late(driver: Driver, kind: str = "full", guarded: bool = True) -> Iterator[t
     anything."""
     from simulated_cache import run_until
 
-    from torch_kvswap.integrations.transformers import cache_views
+    from torch_kvswap.integrations.transformers import cache_view
     from torch_kvswap.integrations.transformers import swap as transformers_swap
 
-    layout = cache_views.PagedLayout
+    layout = cache_view.PagedLayout
     swap = transformers_swap.Swap
     driver.set_mode("manual")
     driver.set_stream(0, 42)
@@ -58,7 +58,7 @@ def late(driver: Driver, kind: str = "full", guarded: bool = True) -> Iterator[t
 
     pinned.page_bytes_of = transformers_swap.HostPool.page_bytes_of  # type: ignore[attr-defined]
     with (
-        mock.patch.object(cache_views, "PagedLayout", placed),
+        mock.patch.object(cache_view, "PagedLayout", placed),
         mock.patch.object(transformers_swap, "HostPool", pinned),
         mock.patch.object(swap, "_make_stream_wait", finish if guarded else lambda self, job: None),
         mock.patch.object(swap, "wait", lambda self, load: finish(self, load.job)),

@@ -5,7 +5,6 @@ a time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from types import SimpleNamespace as Record
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ from continuous_batching import first_parts_of
 from logged import logged
 from simulated_driver import Driver, place, simulated
 
-from torch_kvswap.integrations.transformers.cache_views import Cache
+from torch_kvswap.integrations.transformers.cache_view import CacheView
 from torch_kvswap.integrations.transformers.swap import Swap, SwapOptions
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job
@@ -69,26 +68,32 @@ def test_a_failed_load_is_reported_at_once():
 
 
 def view_of(*groups: Any) -> Any:
-    """The view of a cache with blocks of 4 tokens."""
-    view = Record(groups=groups, tokens_per_block=lambda group: 4)
-    view.units_per_block = lambda group: group.units
-    view.free = lambda name: [group.block_table.pop(name) for group in groups]
-    view.tables, view._units = partial(Cache.tables, view), partial(Cache._units, view)
-    return view
+    def free_blocks(name: str, no_cache: bool) -> None:
+        for group in groups:
+            del group.block_table[name]
+
+    sectors = {"cache_tensor": torch.zeros(64, dtype=torch.uint8), "dtype": torch.float32}
+    allocators = dict(enumerate(groups))
+    return CacheView(Record(cache_allocators=allocators, free_blocks=free_blocks, **sectors))
+
+
+def group_of(blocks: list[int], bytes_per_block: int = 8, **more: Any) -> Any:
+    """Its request "a" has these blocks of 4 tokens."""
+    table = {"a": blocks}
+    return Record(block_table=table, bytes_per_block=bytes_per_block, tokens_per_page=4, **more)
 
 
 def test_a_batch_writes_growing_blocks_and_whole_windows():
-    growing = Record(block_table={"a": [5, 2, 9]}, units=1)
-    window = Record(block_table={"a": [4, 7]}, units=2, sliding_window=8)
+    growing, window = group_of([5, 2, 9]), group_of([4, 7], 16, sliding_window=8)
     future = Record(state=Record(request_id="a", position_offset=8))
-    assert list(Cache.written(view_of(growing, window), [future])) == [9, 8, 9, 14, 15]
+    assert list(view_of(growing, window).written([future])) == [9, 8, 9, 14, 15]
 
 
 def test_a_request_without_blocks_is_not_freed():
-    view = view_of(Record(block_table={"a": [1]}, units=1))
+    view = view_of(group_of([1]))
     for name, left in (("b", {"a": [1]}), ("a", {})):
         state = Record(request_id=name, allocated_blocks=3)
-        Cache.release(view, state)
+        view.release(state)
         assert (view.groups[0].block_table, state.allocated_blocks) == (left, 0)
 
 

@@ -20,14 +20,6 @@ needs_transformers = pytest.mark.skipif(
 KINDS = ("full", "hybrid", "sliding")
 TOKENS = 40  # that each request generates
 BLOCK = 8  # tokens in a block
-# Blocks of a cache that is too small for the prompts; what counts as one differs by version.
-SMALL = {"full": (20, 20), "hybrid": (30, 16), "sliding": (14, 14)}
-
-
-def is_old() -> bool:
-    import transformers
-
-    return transformers.__version__.startswith("5.17.")
 
 
 def model(
@@ -56,7 +48,7 @@ def model(
         made = hf.Gemma3ForCausalLM(config)
     else:
         made = hf.MistralForCausalLM(hf.MistralConfig(num_hidden_layers=2, **window, **sizes))
-    made.set_attn_implementation("paged|sdpa" if is_old() else "sdpa")
+    made.set_attn_implementation("sdpa")
     return made.eval().to(device, dtype)
 
 
@@ -70,7 +62,7 @@ def prompts(count: int = 6, shared: int = 0) -> list[list[int]]:
 def config(blocks: int, gib: float = 0.002, **options: Any) -> Any:
     import transformers as hf
 
-    size: dict[str, Any] = {"block_size" if is_old() else "page_size": BLOCK}
+    size = {"page_size": BLOCK}
     if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
         size["auto_switch_to_flash"] = False  # there is none for float32
     return hf.ContinuousBatchingConfig(
@@ -91,7 +83,8 @@ def generation(**options: Any) -> Any:
 
 
 def small(kind: str) -> int:
-    return SMALL[kind][0 if is_old() else 1]
+    """Blocks of a cache that is too small for the prompts."""
+    return {"full": 20, "hybrid": 16, "sliding": 14}[kind]
 
 
 @dataclass
@@ -247,8 +240,6 @@ class Steps:
     def free_blocks(self) -> float:
         """Of the cache: all of it is 1 when no request is left."""
         cache = self.processor.cache
-        if is_old():
-            return cache.get_num_free_blocks() / cache.num_blocks
         cache.evict_cached_blocks()
         cache.pool.try_to_free_sectors()
         return cache.compute_free_capacity()

@@ -70,8 +70,9 @@ def test_an_unsupported_engine_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> No
     assert doctor.report()["vLLM"].is_fault
     assert doctor.report()["transformers"].is_fault
     assert doctor.report()["SGLang"].is_fault
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "5.24.1")
-    assert doctor.report()["transformers"] == doctor.Finding("5.24.1")
+    for version in ("5.18.0", "5.24.1"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, known=version: known)
+        assert doctor.report()["transformers"] == doctor.Finding(version)
 
 
 @pytest.mark.parametrize(("rate", "is_fault"), [(55.0, False), (25.0, True)])

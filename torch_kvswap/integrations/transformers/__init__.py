@@ -13,7 +13,6 @@ docs/transformers.md describes the differences from transformers' own offloading
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 from typing import Any
 
@@ -26,21 +25,18 @@ from torch_kvswap.encoding.slot import (
     read_verify,
 )
 from torch_kvswap.integrations import not_installed
-from torch_kvswap.integrations.transformers.cache_views import Cache, SectorCache, TensorCache
 from torch_kvswap.integrations.transformers.swap import SwapOptions
 
-# The view of the cache for each supported version of transformers.
-VIEWS: dict[tuple[int, int], type[Cache]] = {
-    (5, 17): TensorCache,
-    **{(5, minor): SectorCache for minor in range(18, 25)},
-}
+# The releases whose caches and requests are as CacheView and SwapManager read them.
+OLDEST, NEWEST = (5, 18), (5, 24)
 
-KNOWN = "transformers {}.{} to {}.{}".format(*min(VIEWS), *max(VIEWS))
+KNOWN = "transformers {}.{} to {}.{}".format(*OLDEST, *NEWEST)
 
 
 def is_known(version: str) -> bool:
     """Whether enable() accepts this version of transformers."""
-    return _view_of(version) is not None
+    found = re.match(r"(\d+)\.(\d+)\.", version)
+    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
 class Enabled:
@@ -106,7 +102,15 @@ def enable(
             f"copy_method={copy_method!r} uses no kernels, but encoding={encoding!r} with "
             f"verify={verify!r} needs them; leave out either side"
         )
-    found = view()
+    try:
+        from transformers import __version__ as version
+    except ModuleNotFoundError as error:
+        raise not_installed("transformers", error) from error
+    if not is_known(version):
+        raise ImportError(
+            f"transformers {version} may keep its caches and requests in a way that torch_kvswap "
+            f"does not know; install {KNOWN}"
+        )
     # Imported here because they derive from classes of transformers.
     from transformers.generation.continuous_batching import continuous_api
 
@@ -115,31 +119,7 @@ def enable(
     if isinstance(continuous_api.OffloadingManager, functools.partial):
         raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
     options = SwapOptions(copy_method, staging_bytes, encoding, verify)
-    return Enabled(continuous_api, functools.partial(SwapManager, view=found, options=options))
-
-
-def view() -> type[Cache]:
-    """The view of the cache for the installed transformers.
-
-    Raises:
-        ImportError: see enable().
-    """
-    try:
-        version = importlib.import_module("transformers").__version__
-    except ModuleNotFoundError as error:
-        raise not_installed("transformers", error) from error
-    known_view = _view_of(version)
-    if known_view is None:
-        raise ImportError(
-            f"transformers {version} may keep its caches and requests in a way that torch_kvswap "
-            f"does not know; install {KNOWN}"
-        )
-    return known_view
-
-
-def _view_of(version: str) -> type[Cache] | None:
-    found = re.match(r"(\d+)\.(\d+)\.", version)
-    return VIEWS.get((int(found[1]), int(found[2]))) if found else None
+    return Enabled(continuous_api, functools.partial(SwapManager, options=options))
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from torch_kvswap.integrations.transformers.cache_views import Cache
+from torch_kvswap.integrations.transformers.cache_view import CacheView
 from torch_kvswap.integrations.transformers.swap import Copy, Stored, Swap
 
 FAILED, RUNNING, DONE = range(3)
@@ -50,7 +50,7 @@ class ParkedRequests:
     request whose blocks are lost starts again. When this object is dropped, no pages stay taken.
     """
 
-    def __init__(self, view: Cache, scheduler: Any, swap: Swap, helper: Any) -> None:
+    def __init__(self, view: CacheView, scheduler: Any, swap: Swap, helper: Any) -> None:
         self.view, self.scheduler, self.swap, self._helper = view, scheduler, swap, helper
         self.requests: dict[str, Parked] = {}
         self._restored: set[str] = set()  # loaded, but not in a batch yet

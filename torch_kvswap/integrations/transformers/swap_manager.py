@@ -8,7 +8,7 @@ import torch
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from torch_kvswap._native.log import log
-from torch_kvswap.integrations.transformers.cache_views import Cache
+from torch_kvswap.integrations.transformers.cache_view import CacheView
 from torch_kvswap.integrations.transformers.parked import (
     ParkedRequests,
     least_of_ranks,
@@ -28,7 +28,6 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # transformers has 
     Args:
         cache, scheduler, cpu_offload_space_gib, safety_threshold, compute_stream,
             distributed_helper: as in transformers' OffloadingManager.
-        view (type[Cache]): the view of this version's cache.
         options (SwapOptions): copy options.
     """
 
@@ -41,14 +40,13 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # transformers has 
         compute_stream: torch.cuda.Stream | None,
         distributed_helper: Any,
         *,
-        view: type[Cache],
         options: SwapOptions,
     ) -> None:
         # Does not call the base class's __init__, which would allocate its own host memory.
         self.cache, self.scheduler = cache, scheduler
-        self.view = view(cache)
-        nbytes = self.view.host_bytes(self, cpu_offload_space_gib, safety_threshold)
-        page_bytes = options.page_bytes(self.view.layout)
+        self.view = CacheView(cache)
+        sectors = self._compute_num_cpu_sectors(cpu_offload_space_gib, safety_threshold)
+        nbytes, page_bytes = sectors * cache.bytes_per_sector, options.page_bytes(self.view.layout)
         [num_pages] = least_of_ranks(distributed_helper, [nbytes // page_bytes])
         self.parked: ParkedRequests | None = None
         if num_pages:
@@ -62,26 +60,26 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # transformers has 
                 f"{page_bytes} bytes: preempted requests are computed again"
             )
 
-    def offload_requests(self) -> Any:
+    def offload_requests(self) -> bool:
         """Frees blocks for running requests that lack some.
 
         Takes blocks from requests that are being loaded first, because their pages still have the
         contents, and then from other running requests.
 
         Returns:
-            whether blocks were freed, as in the base class.
+            bool: whether blocks were freed, as in the base class.
         """
         given_back = self.parked is not None and self.parked.stop_loading()
-        return super().offload_requests() or given_back
+        return bool(super().offload_requests() or given_back)
 
     def _offload_to_cpu(
-        self, victims: list[Any], tables: dict[str, dict[str, list[int]]] | None = None
+        self, victims: list[Any], tables: dict[str, dict[str, list[int]]]
     ) -> set[str]:
         """Stores preempted requests. Called by the base class.
 
         Args:
             victims: states of the requests.
-            tables: the blocks that the requests had, if they do not have them any more.
+            tables: the blocks that the requests had.
 
         Returns:
             set[str]: ids of the requests that need not be computed again.
@@ -91,8 +89,7 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # transformers has 
         parked = set()
         for state in victims:
             name = state.request_id
-            blocks = self.view.tables(name) if tables is None else list(tables[name].values())
-            if self.parked.park(state, blocks):
+            if self.parked.park(state, list(tables[name].values())):
                 parked.add(name)
         return parked
 
@@ -105,7 +102,7 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # transformers has 
         forks = self.scheduler._requests_to_fork
         self.parked.swap.guard(None if forks else self.view.written(requests_in_batch))
 
-    def free_request_cpu_cache(self, state: Any, keep_unsorted: bool = False) -> None:
+    def free_request_cpu_cache(self, state: Any) -> None:
         """Forgets a cancelled request, wherever it is."""
         if self.parked is not None:
             self.parked.drop(state)
