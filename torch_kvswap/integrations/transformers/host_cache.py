@@ -35,8 +35,8 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
     new tokens are stored as soon as they are projected (docs/long_prompts.md). Layers with a
     sliding window stay on the GPU, as in a DynamicCache. The first forward pass allocates the
     memory, with `n = 2 * max_tokens * batch * kv_heads * head_dim * bytes of a value`: n bytes on
-    the GPU for each buffer, and 257 MiB for copies; n bytes on the host for each layer without a
-    window.
+    the GPU for each buffer, and 256 MiB for copies (257 if encoded); n bytes on the host for each
+    layer without a window.
 
     Not thread safe. After a forward pass that an error or an interrupt has stopped, all others
     raise RuntimeError until reset(), unless the pass was refused before its first layer changed.
@@ -208,7 +208,7 @@ class _HostLayers:
 
     def reset(self) -> None:
         if self._shape is not None:
-            for handler in (self.handler, self.raw):
+            for handler in self.handlers:
                 with contextlib.suppress(TransferError):  # of tokens that are forgotten
                     handler.synchronize()
                 handler.poll()
@@ -220,10 +220,10 @@ class _HostLayers:
     def free(self) -> None:
         if self._shape is not None:
             self._shape = None
-            for handler in (self.handler, self.raw):
+            for handler in self.handlers:
                 handler.close()
                 handler.pools[0].close()
-            del self.keys, self.values, self.handler, self.raw
+            del self.keys, self.values, self.handlers
 
     def _open(self, keys: Tensor, values: Tensor) -> None:
         shape, of_values = _shape_of(keys), _shape_of(values)
@@ -247,12 +247,11 @@ class _HostLayers:
         gpu = PagedLayout([tensor.view(blocks) for tensor in memory])
         pages = self.layers * self.blocks
         host = HostPool(gpu, pages, **self._options, pin_in_background=device.type == "cuda")
-        self.handler: OffloadHandler = OffloadHandler(gpu, host)
-        is_encoded = self._options["encoding"] != "raw"
-        raw_pages = max(int(pages * RAW_SHARE), 1) if is_encoded else 1
-        raw_pool = HostPool(gpu, raw_pages, verify=self._options["verify"])
-        least = 1 << 20  # that kernels need: few blocks do not fit
-        self.raw: OffloadHandler = OffloadHandler(gpu, raw_pool, staging_bytes=least)
+        self.handlers: list[OffloadHandler] = [OffloadHandler(gpu, host)]
+        if self._options["encoding"] != "raw":  # the second one is for blocks that do not fit
+            raw = HostPool(gpu, max(int(pages * RAW_SHARE), 1), verify=self._options["verify"])
+            least = 1 << 20  # that kernels need: few blocks do not fit
+            self.handlers.append(OffloadHandler(gpu, raw, staging_bytes=least))
         self.keys, self.values = memory
         self._shape = shape
 
@@ -272,8 +271,9 @@ class _HostLayers:
             cached[first:] = new.permute(2, 0, 1, 3)
         stored = range(first // BLOCK_TOKENS, -(-last // BLOCK_TOKENS))
         blocks, pages = self._place(step, stored)
-        self.handler.pools[0].wait_ready(pages=pages[-1] + 1)
-        self.stores[step] = self.handler.store(gpu_block_ids=blocks, page_ids=pages), stored
+        handler = self.handlers[0]
+        handler.pools[0].wait_ready(pages=pages[-1] + 1)
+        self.stores[step] = handler.store(gpu_block_ids=blocks, page_ids=pages), stored
         self.lengths[layer], self.step = last, step + 1
         return ours[0].permute(1, 2, 0, 3), ours[1].permute(1, 2, 0, 3)
 
@@ -294,22 +294,23 @@ class _HostLayers:
         for position, page in enumerate(pages):
             if position not in rejected:
                 self.raw_pages.pop(page, None)  # the block has fitted now
-        self.handler.poll()
+        self.handlers[0].poll()
         if not rejected:
             return
-        free = set(range(self.raw.pools[0].num_pages)).difference(self.raw_pages.values())
+        raw = self.handlers[1]
+        free = set(range(raw.pools[0].num_pages)).difference(self.raw_pages.values())
         for position in rejected:
             page = pages[position]
             if page not in self.raw_pages:
                 if not free:
                     raise MemoryError(
-                        f"more than {self.raw.pools[0].num_pages} blocks do not fit into encoded "
+                        f"more than {raw.pools[0].num_pages} blocks do not fit into encoded "
                         "pages; make the HostCache with encoding='raw'"
                     )
                 self.raw_pages[page] = free.pop()
-            self.raw.store(gpu_block_ids=[blocks[position]], page_ids=[self.raw_pages[page]])
-        self.raw.synchronize()
-        self.raw.poll()
+            raw.store(gpu_block_ids=[blocks[position]], page_ids=[self.raw_pages[page]])
+        raw.synchronize()
+        raw.poll()
 
     def _load(self, step: int) -> None:
         """Loads the earlier tokens of the step's layer behind the work submitted so far."""
@@ -320,9 +321,8 @@ class _HostLayers:
         raw_pages = [self.raw_pages[pages.pop(i)] for i in reversed(raw)]
         self.loads[step] = [
             handler.load(gpu_block_ids=block_ids, page_ids=page_ids)
-            for handler, block_ids, page_ids in (
-                (self.handler, blocks, pages),
-                (self.raw, raw_blocks, raw_pages),
+            for handler, block_ids, page_ids in zip(
+                self.handlers, (blocks, raw_blocks), (pages, raw_pages), strict=False
             )
             if block_ids
         ]
