@@ -47,12 +47,14 @@ ENGINES = {"copy_method": "copy_engines"}
         (prompts(8, shared=24), 26, {}, {}, torch.no_grad),
         (prompts(3), 22, {}, {"num_return_sequences": 3}, torch.no_grad),
         (prompts(), 20, {"scheduler_type": "fifo"}, {}, torch.no_grad),
-        # From 5.24 on the thread that generates, and makes the cache, is in the caller's mode.
-        (prompts(), 20, {"scheduler_type": "prefill_first"}, {}, torch.inference_mode),
+        (prompts(), 20, {"scheduler_type": "prefill_first"}, {}, torch.no_grad),
+        (prompts(), 20, {}, {}, torch.inference_mode),
     ],
-    ids=["a common prefix", "forks", "fifo", "prefill_first"],
+    ids=["a common prefix", "forks", "fifo", "prefill_first", "inference mode"],
 )
 def test_requests_that_were_preempted_are_restored(inputs, blocks, how, options, mode):
+    if mode is torch.inference_mode:  # older ones fail by themselves: their thread is not in it
+        pytest.importorskip("transformers", minversion="5.24")
     net = model("full")
     want = tokens(net, inputs, config(500, gib=0.0), **options)
     with mode(), ours() as seen:
