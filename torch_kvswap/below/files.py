@@ -6,20 +6,17 @@ import contextlib
 import errno
 import fcntl
 import itertools
-import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from torch_kvswap._native.log import log, warn_once
+from torch_kvswap._native.log import warn_once
 from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.below.store import PageStore
-from torch_kvswap.host_pool.description import difference, page_text
 
 # Files of smaller pages go through the page cache: to wait for the disk takes longer.
 _LEAST_DIRECT = 8192
@@ -27,8 +24,6 @@ _UNFINISHED = ".unfinished"
 # A link is not followed, and opening a named pipe waits for nobody.
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OURS = re.compile(r"[0-9a-f]{16}-\d+")  # names of unfinished files
-# Pages are of the same layers if these fields are equal.
-_LAYERS = ("model", "rank", "world", "group")
 
 
 class FileStore(PageStore):
@@ -63,34 +58,6 @@ class FileStore(PageStore):
         self._names = f"{secrets.token_hex(8)}-"
         self._files = itertools.count()
 
-    def _describe(self, name: str, description: Mapping[str, Any]) -> None:
-        """Keeps the description of the pages with this name in formats/NAME.json, for people.
-
-        Warns if the folder has pages of the same model, rank and group that differ in anything
-        else: lookups do not find them.
-        """
-        try:
-            with self._folder() as folder, self._made("formats", folder) as formats:
-                others = sorted(os.listdir(formats))
-                if f"{name}.json" not in others:
-                    text = memoryview(page_text(description).encode())
-                    with self._made(_UNFINISHED, folder) as unfinished:
-                        self._write(formats, unfinished, f"{name}.json", memoryview(b""), text)
-                different = (_difference(other, formats, description) for other in others)
-                first = next(filter(None, different), None)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES):  # it is read all the same
-                log.warning(
-                    "cannot tell whether %s has pages of another format: %s",
-                    *(self._path, error),
-                )
-            return
-        if first is not None:
-            log.warning(
-                "%s has pages of %s that this engine cannot use: %s; it finds only pages as in %s",
-                *(self._path, description["model"], first, f"{self._path}/formats/{name}.json"),
-            )
-
     def __str__(self) -> str:
         return f"file:{self._path}"
 
@@ -105,23 +72,18 @@ class FileStore(PageStore):
             return [self._read(folder, *one) for one in zip(keys, pages, trailers, strict=True)]
 
     def put(self, keys: list[str], pages: list[memoryview], trailers: list[memoryview]) -> None:
-        with self._folder() as folder, self._made(_UNFINISHED, folder) as unfinished:
-            for one in zip(keys, pages, trailers, strict=True):
-                self._write(folder, unfinished, *one)
+        with self._folder() as folder:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(_UNFINISHED, 0o700, dir_fd=folder)
+            with self._folder(_UNFINISHED, folder) as unfinished:
+                for one in zip(keys, pages, trailers, strict=True):
+                    self._write(folder, unfinished, *one)
 
     def delete(self, keys: list[str]) -> None:
         with self._folder() as folder:
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(key, dir_fd=folder)
-
-    @contextlib.contextmanager
-    def _made(self, name: str, within: int) -> Iterator[int]:
-        """_folder(), which is made if there is none."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=within)
-        with self._folder(name, within) as folder:
-            yield folder
 
     @contextlib.contextmanager
     def _folder(self, name: str | None = None, within: int | None = None) -> Iterator[int]:
@@ -251,21 +213,3 @@ def _has(key: str, folder: int) -> bool:
         return False
     # A loss of power leaves empty files, which would be in the way of their pages.
     return _is_ours(of_file) and of_file.st_size > 0
-
-
-def _difference(name: str, folder: int, description: Mapping[str, Any]) -> str | None:
-    """How the described pages differ from those of the same layers that the file describes."""
-    try:
-        file = os.open(name, os.O_RDONLY | _CAREFULLY, dir_fd=folder)
-        try:
-            if not _is_ours(os.fstat(file)):
-                return None
-            with open(file, closefd=False) as text:
-                other = json.load(text)
-        finally:
-            os.close(file)
-    except (OSError, ValueError, RecursionError):  # whatever somebody has left there
-        return None
-    if not isinstance(other, dict) or any(other.get(key) != description[key] for key in _LAYERS):
-        return None
-    return difference(description, other, ("here", "there"))

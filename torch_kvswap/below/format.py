@@ -59,8 +59,6 @@ class PageFormat:
 
     Attributes:
         pool (HostPool): has the pages.
-        description (dict[str, Any]): see describe_page(): what must be equal for a page to be of
-            use.
         name (str): of these pages in a store: NAMESPACE@RANK.
         namespace (bytes): the SHA-256.
         trailer_bytes (int): bytes of a trailer.
@@ -70,13 +68,13 @@ class PageFormat:
     """
 
     def __init__(self, pool: HostPool, contents: dict[str, Any]) -> None:
-        self.description = pool._describe(contents)
-        self.namespace = sha256(page_text(self.description).encode()).digest()
+        description = page_text(pool._describe(contents))
+        self.namespace = sha256(description.encode()).digest()
         self.name = f"{self.namespace.hex()}@{contents['rank']:x}"
         self.pool, self._group, self._checksum = pool, contents["group"], load_checksum()
         self._end = _FIELDS.size + len(pool._read_checksums(0, self._group))
         self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
-        log.info("pages in the second tier are named %s@...: %s", self.name, self.description)
+        log.info("pages in the second tier are named %s@...; they are\n%s", self.name, description)
 
     def names(self, keys: Iterable[bytes], suffix: str) -> list[str]:
         """The names of pages in a store."""

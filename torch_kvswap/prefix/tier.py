@@ -20,7 +20,6 @@ from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.below import threads
-from torch_kvswap.below.files import FileStore
 from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.threads import StorePausedError, StoreThreads
@@ -125,9 +124,6 @@ class Tier:
         mark_written: Callable[[Any], None],
         on_answer: Callable[[], None] = lambda: None,
     ) -> None:
-        if isinstance(store, FileStore):
-            for form in formats:
-                store._describe(form.name, form.description)
         self._formats, self._manager, self._on_answer = formats, manager, on_answer
         self._mark_written = mark_written
         pools = [form.pool for form in formats]

@@ -55,8 +55,7 @@ engine = Engine(f"file:{sys.argv[1]}", bytes_in_flight=8192)
 engine.compute("abcdefgh")
 sys.stdin.read()
 """
-    writes = at + 1  # the first one is that of the description
-    Process(["-c", program, str(tmp_path), str(writes)], "stopped").kill()
+    Process(["-c", program, str(tmp_path), str(at)], "stopped").kill()
     with Engine(f"file:{tmp_path}") as engine:
         there = at - 1
         assert engine.load(PROMPT) == there

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from below_engine import Engine, cache_at, find, key_of
-from logged import logged
+from below_engine import find, key_of
 from memory_store import MemoryStore
 from patience import in_time
 from served_engine import serving
@@ -125,59 +122,23 @@ def test_blocks_of_another_format_are_not_served(way: Any, other: str, path: str
         first.close()
 
 
-def test_a_folder_describes_its_pages(tmp_path: Path) -> None:
-    with Engine(f"file:{tmp_path}") as engine:
-        engine.share("ab")
-        (form,) = engine.tier._formats
-    (file,) = (tmp_path / "formats").iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert json.loads(file.read_text()) == form.description
-    assert '  "uint8 [blocks, 5000]"' in file.read_text().splitlines()
-    assert {page.name.split("@")[0] for page in tmp_path.glob("*@0@*")} == {form.namespace.hex()}
-
-
-def test_an_engine_says_why_a_folder_has_nothing(tmp_path: Path) -> None:
-    def new(layout: PagedLayout) -> PrefixCache:
-        return cache_at(tmp_path, layout, HostPool(layout, 4))
-
-    with logged() as messages, new(first_cache()[0]), new(same_cache()[0]):
-        assert messages == []
-        with new(OTHERS["heads first"]()[0]):
-            (message,) = messages
-        with Engine(f"file:{tmp_path}", below_model="another"):
-            assert len(messages) == 1
-    assert (
-        "has pages of m that this engine cannot use: tensors[0]: k: float32 [blocks, 8, 16, 4] here, "
-        "k: float32 [blocks, 16, 8, 4] there;"
-    ) in message
-
-
-@pytest.mark.parametrize("what", ["", "[]", "{", '{"model": "m"}', os.mkfifo, os.mkdir])
-def test_what_is_no_description_harms_nobody(what: Any, tmp_path: Path) -> None:
-    formats = tmp_path / "formats"
-    formats.mkdir()
-    if callable(what):
-        what(formats / "x")
-    else:
-        (formats / "x").write_text(what)
-    with logged() as messages, Engine(f"file:{tmp_path}") as engine:
-        engine.share("ab")
-    assert messages == []
-
-
-def test_a_folder_without_descriptions_has_pages(tmp_path: Path) -> None:
-    (tmp_path / "formats").symlink_to(tmp_path / "elsewhere")
-    with Engine(f"file:{tmp_path}") as engine:
-        engine.share("ab")
-        assert engine.load("ab") == 2
-
-
-def test_descriptions_that_cannot_be_used_are_told(tmp_path: Path) -> None:
-    formats = tmp_path / "formats"
-    formats.mkdir()
-    formats.chmod(0o777)  # others may write there
-    with logged() as messages, Engine(f"file:{tmp_path}"):
-        pass
-    assert [message.partition(":")[0] for message in messages] == [
-        f"cannot tell whether {tmp_path} has pages of another format"
+def test_logs_of_two_engines_can_be_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "torch_kvswap")
+    texts = []
+    for made in (first_cache(), same_cache(), OTHERS["heads first"]()):
+        caplog.clear()
+        with below(lambda: f"file:{tmp_path}")(*made) as cache:
+            store_blocks(cache)
+        (text,) = (text for text in caplog.messages if text.startswith("pages in the second tier"))
+        texts.append(text.splitlines())
+    first, same, other = texts
+    assert first == same
+    assert ' "model": "m",' in first
+    assert [lines for lines in zip(first[1:], other[1:], strict=True) if lines[0] != lines[1]] == [
+        ('  "k: float32 [blocks, 16, 8, 4]",', '  "k: float32 [blocks, 8, 16, 4]",'),
+        ('  "v: float32 [blocks, 16, 8, 4]"', '  "v: float32 [blocks, 8, 16, 4]"'),
     ]
+    named = {text[0].split(" are named ")[1].split("@...")[0] for text in (first, other)}
+    assert {file.name.rpartition("@")[0] for file in tmp_path.glob("*@*")} == named

@@ -20,6 +20,7 @@ from patience import in_time
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.below.files import FileStore
+from torch_kvswap.prefix import cache
 from torch_kvswap.prefix.manager import Lookup
 
 PROMPT = list("abcdefgh")
@@ -119,8 +120,8 @@ def test_a_store_that_no_tier_takes_is_closed(
     layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
     close = Mock()
     monkeypatch.setattr(FileStore, "close", close)
-    monkeypatch.setattr(FileStore, "_describe", Mock(side_effect=OSError("no room")))
-    with pytest.raises(OSError, match="no room"):
+    monkeypatch.setattr(cache, "Tier", Mock(side_effect=MemoryError("no room")))
+    with pytest.raises(MemoryError, match="no room"):
         PrefixCache(layout, HostPool(layout, 4), below=tmp_path, below_model="m")
     assert close.call_count == 1
 
