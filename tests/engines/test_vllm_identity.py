@@ -21,7 +21,7 @@ __all__ = ["folder"]
 
 
 def engine(folder: Path, name: str, **how: Any) -> Any:
-    extra = {"host_server": f"unix:{folder}/pages", "cpu_bytes_to_use": None}
+    extra = {"host_server": f"{folder}/pages", "cpu_bytes_to_use": None}
     return serving(folder, transfer={"engine_id": name}, extra=extra, **how)
 
 

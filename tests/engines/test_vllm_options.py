@@ -9,7 +9,7 @@ import pytest
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
 
 TIERS = {"secondary_tiers": [{"type": "fs"}]}
-SERVER = {"host_server": "unix:/s", "cpu_bytes_to_use": None}
+SERVER = {"host_server": "/s", "cpu_bytes_to_use": None}
 
 
 def test_our_options_are_read_and_vllms_left():
@@ -58,9 +58,10 @@ def test_our_options_are_read_and_vllms_left():
         ({"sync_load_budget_bytes": 9}, "KVSwapConnector chooses it itself; leave it out"),
         ({"canonical_layout": True}, "it is for vLLM's manager of secondary_tiers, and there are"),
         (TIERS | SERVER, "vLLM's secondary_tiers do not have it; leave it out"),
-        (SERVER | {"host_server": "/s"}, "host_server is '/s'; it must be \"unix:PATH\""),
-        ({"host_server": "unix:/s"}, "cpu_bytes_to_use is 1; the server at unix:/s has the host"),
-        (SERVER | {"eviction_policy": "arc"}, "eviction_policy is 'arc'; the server at unix:/s"),
+        (SERVER | {"host_server": "unix:/s"}, "host_server is 'unix:/s'; pass it without unix:"),
+        (SERVER | {"host_server": ""}, "host_server is '', 0 bytes; the path of a socket has 1"),
+        ({"host_server": "/s"}, "cpu_bytes_to_use is 1; the server at /s has the host"),
+        (SERVER | {"eviction_policy": "arc"}, "eviction_policy is 'arc'; the server at /s"),
         (TIERS | {"encoding": "lossless"}, "vLLM's secondary_tiers do not have it; leave it out"),
         (TIERS | {"staging_bytes": -1}, "staging_bytes is -1; it must be a whole number, 0"),
     ],

@@ -61,7 +61,7 @@ def path(folder: Path) -> str:
 
 @contextlib.contextmanager
 def engine(folder: Path, name: str, **how: Any) -> Iterator[Serving]:
-    extra = {"host_server": f"unix:{folder}/pages", "cpu_bytes_to_use": None}
+    extra = {"host_server": f"{folder}/pages", "cpu_bytes_to_use": None}
     extra |= how.pop("extra", {})
     recompute = {"engine_id": name, "kv_load_failure_policy": "recompute"}
     with serving(folder, transfer=recompute, extra=extra, **how) as made:
@@ -291,7 +291,7 @@ class ServedRanks(contextlib.AbstractContextManager):
 
     def __init__(self, name: str, path: str, *caches: Any, **how: Any) -> None:
         def spec(rank: int) -> KVSwapOffloadingSpec:
-            options = {"block_bytes": 4096, "host_server": f"unix:{path}", **how}
+            options = {"block_bytes": 4096, "host_server": path, **how}
             settings = config(len(caches), rank=rank, **options)
             return KVSwapOffloadingSpec(replace(settings, engine_id=name), {})
 

@@ -161,7 +161,7 @@ def test_encoded_pages_are_more_in_the_same_memory():
     worker.shutdown()
 
 
-LOSSLESS, SERVER = {"encoding": "lossless"}, {"host_server": "unix:/s", "cpu_bytes_to_use": None}
+LOSSLESS, SERVER = {"encoding": "lossless"}, {"host_server": "/s", "cpu_bytes_to_use": None}
 
 
 @pytest.mark.parametrize(

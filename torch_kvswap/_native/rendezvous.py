@@ -15,7 +15,6 @@ from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.descriptors import Descriptors
 
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
-SCHEME = "unix:"  # begins a server's address in an engine's configuration
 _LONGEST_PATH = 107  # Linux has 108 bytes for it, the last of which is zero
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -66,16 +65,20 @@ def receive(connection: socket.socket, nbytes: int) -> tuple[bytes, Descriptors]
     return came.returned[0][0], came
 
 
-def check_path(path: object) -> None:
-    """Raises TypeError or ValueError if a server's socket cannot have this path."""
+def check_path(path: object, name: str = "path") -> None:
+    """Raises TypeError or ValueError if a server's socket cannot have this path.
+
+    Args:
+        name (str): of the path in the message.
+    """
     if not isinstance(path, str):
-        raise TypeError(f"path is {kind_of(path)}; pass the path of the server's socket, a str")
-    if path.startswith(SCHEME):
-        raise ValueError(f"path is {path!r}; pass it without {SCHEME}")
+        raise TypeError(f"{name} is {kind_of(path)}; pass the path of the server's socket, a str")
+    if path.startswith("unix:"):
+        raise ValueError(f"{name} is {path!r}; pass it without unix:")
     nbytes = len(os.fsencode(path))
     if not path or "\0" in path or nbytes > _LONGEST_PATH:
         raise ValueError(
-            f"path is {path!r}, {nbytes} bytes; the path of a socket has 1 to {_LONGEST_PATH} "
+            f"{name} is {path!r}, {nbytes} bytes; the path of a socket has 1 to {_LONGEST_PATH} "
             "bytes, none of them zero"
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch_kvswap._native.arguments import one_of
-from torch_kvswap._native.rendezvous import SCHEME
+from torch_kvswap._native.rendezvous import check_path
 from torch_kvswap.copy_method import CHOICES, DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import (
     ENCODINGS,
@@ -51,8 +51,7 @@ class SpecOptions:
         store_threshold (int): a chunk is stored when this many requests have contained it.
         copy_method, staging_bytes: see OffloadHandler.
         encoding, verify, pin_in_background: see HostPool.
-        host_server (str | None): the path of the socket of a server that has the host memory; in
-            the configuration "unix:PATH".
+        host_server (str | None): the path of the socket of a server that has the host memory.
         exchange (bool): workers with equal caches exchange what they load; see OffloadHandler.
     """
 
@@ -78,6 +77,7 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
         config (Mapping[str, Any]): kv_connector_extra_config. An option that is None is not set.
 
     Raises:
+        TypeError: host_server is not a str.
         ValueError: an option is unknown or missing, has an invalid value, or contradicts another.
     """
     config = {name: value for name, value in config.items() if value is not None}
@@ -85,9 +85,7 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
         if why := _why_not(name, value, config):
             raise ValueError(f"kv_connector_extra_config: {name} is {value!r}; {why}")
     given = {name: config[name] for name in _OURS if name in config}
-    if "host_server" in given:
-        given["host_server"] = given["host_server"].removeprefix(SCHEME)
-    elif "cpu_bytes_to_use" not in given:
+    if not given.keys() & {"host_server", "cpu_bytes_to_use"}:
         raise ValueError("kv_connector_extra_config needs cpu_bytes_to_use, bytes of host memory")
     return SpecOptions(**given | {name: int(given[name]) for name in _LEAST if name in given})
 
@@ -110,8 +108,7 @@ def _why_not(name: str, value: Any, config: Mapping[str, Any]) -> str:
             "use a host_server with a second tier (docs/serve.md)"
         )
     elif name == "host_server":
-        is_address = isinstance(value, str) and value.startswith(SCHEME) and value != SCHEME
-        why = "" if is_address else f'it must be "{SCHEME}PATH", the socket of a server'
+        check_path(value, "kv_connector_extra_config: host_server")
     elif server is not None and name in _OF_SERVER:
         why = f"the server at {server} has the host memory and its index; leave it out"
     elif has_tiers and name == "eviction_policy":
