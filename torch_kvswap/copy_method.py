@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from torch_kvswap._native.arguments import read_int, read_name
 from torch_kvswap._native.loader import native
 
@@ -13,19 +11,15 @@ CHOICES = (AUTO, COPY_ENGINES, *(method for method in COPY_METHODS if method != 
 DEFAULT_STAGING_BYTES = 256 << 20
 
 
-def copy_method_options(copy_method: str | None, staging_bytes: int) -> native.CopyMethodOptions:
+def copy_method_options(copy_method: str, staging_bytes: int) -> native.CopyMethodOptions:
     """The options of a native handler that choose the copy method, from those of OffloadHandler.
 
     Raises:
         TypeError: staging_bytes is not an integer.
         ValueError: the method does not exist, or staging_bytes is negative.
     """
-    name = "copy_method"
-    if copy_method is None:
-        name = "KVSWAP_COPY_METHOD"
-        copy_method = os.environ.get(name) or AUTO
-    copy_method = read_name(name, copy_method, CHOICES)
-    setting = f"{name}={copy_method!r}"
+    copy_method = read_name("copy_method", copy_method, CHOICES)
+    setting = f"copy_method={copy_method!r}"
     number = -1 if copy_method in (AUTO, COPY_ENGINES) else COPY_METHODS.index(copy_method)
     staging_bytes = read_int("staging_bytes", staging_bytes)
     return native.CopyMethodOptions(number, copy_method == COPY_ENGINES, setting, staging_bytes)

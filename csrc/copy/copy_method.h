@@ -18,7 +18,7 @@ inline const char* copy_method_name(CopyMethod method) {
 struct CopyMethodOptions {
   int copy_method = -1;          // for all transfers; -1: the one that the rule chooses
   bool without_kernels = false;  // kernels are not chosen
-  // How the user has asked for it, for errors: copy_method='batch' or KVSWAP_COPY_METHOD='batch'.
+  // How the user has asked for it, for errors: copy_method='batch'.
   std::string copy_method_setting;
   uint64_t staging_bytes = 0;  // GPU memory; each relay has a part of as much
   // The thread that calls store() or load() submits a job itself if that takes no longer. 64 blocks

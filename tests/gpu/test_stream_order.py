@@ -76,10 +76,9 @@ def test_jobs_take_no_gpu_memory(gpu: GpuCache) -> None:
 @pytest.mark.parametrize("copies", ["handler", "torch as a control"])
 def test_an_exiting_process_waits_for_its_jobs(copies: str) -> None:
     script = """
-        import os, weakref, torch
+        import weakref, torch
         from gpu_cache import GpuCache
-        os.environ["KVSWAP_COPY_METHOD"] = "batch"  # to free staging buffers waits by itself
-        gpu = GpuCache()
+        gpu = GpuCache(copy_method="batch")  # to free staging buffers waits by itself
         # At exit the newest finalizer comes first: this one behind the second handler's, before
         # those of the pool, which wait as well.
         weakref.finalize(gpu, lambda: print("slow kernel has ended:", busy.query()))

@@ -34,15 +34,13 @@ from torch_kvswap.copy_method import AUTO, CHOICES, COPY_ENGINES, COPY_METHODS, 
 FORCED = [copy_method for copy_method in CHOICES if copy_method not in (AUTO, COPY_ENGINES)]
 
 
-def test_a_method_is_forced_by_argument_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_is_forced() -> None:
     for copy_method in FORCED:
         assert copy_method_options(copy_method, 0).copy_method == COPY_METHODS.index(copy_method)
-    monkeypatch.setenv("KVSWAP_COPY_METHOD", "strided")
-    assert copy_method_options(None, 0).copy_method == COPY_METHODS.index("strided")
     assert copy_method_options("auto", 0).copy_method == -1
 
 
-def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked_for_is_refused() -> None:
     assert_expected_inline(
         error_text(copy_method_options, "fast", 0),
         """\
@@ -53,11 +51,10 @@ ValueError: copy_method is 'fast'; it must be 'auto', 'copy_engines', 'batch',
         error_text(copy_method_options, "auto", -1),
         """ValueError: staging_bytes is -1; it must be 0 or more""",
     )
-    monkeypatch.setenv("KVSWAP_COPY_METHOD", "host")
     assert_expected_inline(
-        error_text(copy_method_options, None, 0),
+        error_text(copy_method_options, "host", 0),
         """\
-ValueError: KVSWAP_COPY_METHOD is 'host'; it must be 'auto', 'copy_engines', 'batch',
+ValueError: copy_method is 'host'; it must be 'auto', 'copy_engines', 'batch',
 'strided', 'staged' or 'kernel'""",
     )
 
@@ -71,18 +68,13 @@ def test_a_cpu_cache_has_its_own_method() -> None:
 
 
 @pytest.mark.parametrize("copy_method", FORCED)
-@pytest.mark.parametrize("given", ["argument", "environment"])
-def test_a_method_that_the_device_lacks_is_refused(
-    monkeypatch: pytest.MonkeyPatch, copy_method: str, given: str
-) -> None:
+def test_a_method_that_the_device_lacks_is_refused(copy_method: str) -> None:
     layout = PagedLayout([torch.zeros(4, 8)])
-    argument = copy_method if given == "argument" else None
-    monkeypatch.setenv("KVSWAP_COPY_METHOD", "auto" if argument else copy_method)
     with pytest.raises(ValueError, match="cannot be used with") as refusal:
-        OffloadHandler(layout, HostPool(layout, 2), copy_method=argument)
+        OffloadHandler(layout, HostPool(layout, 2), copy_method=copy_method)
     assert str(refusal.value) == (
-        f"{'copy_method' if argument else 'KVSWAP_COPY_METHOD'}='{copy_method}' cannot be used "
-        "with host memory; it must be 'auto' or 'copy_engines'"
+        f"copy_method='{copy_method}' cannot be used with host memory; it must be 'auto' or "
+        "'copy_engines'"
     )
     OffloadHandler(layout, HostPool(layout, 2), copy_method="auto").close()
 

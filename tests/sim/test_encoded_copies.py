@@ -271,19 +271,15 @@ def what_lives(driver: Driver) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("method", ["copy_engines", "strided", "batch"])
-@pytest.mark.parametrize("given", ["argument", "environment"])
 @needs_kernels
 @simulated
-def test_a_method_that_cannot_encode_is_refused(driver: Driver, method: str, given: str) -> None:
-    argument = method if given == "argument" else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSWAP_COPY_METHOD", "auto" if argument else method)
-        with pytest.raises(ValueError, match="lossless") as refusal:
-            EncodedCache(driver, copy_method=argument)
+def test_a_method_that_cannot_encode_is_refused(driver: Driver, method: str) -> None:
+    with pytest.raises(ValueError, match="lossless") as refusal:
+        EncodedCache(driver, copy_method=method)
     assert str(refusal.value) == (
-        f"{'copy_method' if argument else 'KVSWAP_COPY_METHOD'}='{method}' cannot encode or "
-        "decode blocks of host pages with encoding='lossless'; it must be 'auto', 'staged' or "
-        "'kernel', or make the pool with encoding='raw'"
+        f"copy_method='{method}' cannot encode or decode blocks of host pages with "
+        "encoding='lossless'; it must be 'auto', 'staged' or 'kernel', or make the pool with "
+        "encoding='raw'"
     )
 
 

@@ -91,10 +91,8 @@ def test_queue_seconds_and_copy_seconds_are_told_apart(driver: Driver) -> None:
 
 @simulated
 def test_at_most_700_entries_are_in_flight(driver: Driver) -> None:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVSWAP_COPY_METHOD", "strided")  # an entry for each block
-        sim = SimulatedCache(driver, blocks=30, pages=30)
-    with sim:
+    # An entry for each block.
+    with SimulatedCache(driver, blocks=30, pages=30, copy_method="strided") as sim:
         for _ in range(2):
             hold = sim.held(SIDE)
             for _ in range(35):
@@ -110,10 +108,8 @@ def test_at_most_700_entries_are_in_flight(driver: Driver) -> None:
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
 def test_a_too_large_job_runs_by_itself(driver: Driver, kind: str) -> None:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVSWAP_COPY_METHOD", "strided")  # an entry for each block
-        sim = SimulatedCache(driver, blocks=750, pages=750)
-    with sim:
+    # An entry for each block.
+    with SimulatedCache(driver, blocks=750, pages=750, copy_method="strided") as sim:
         first = sim.submit(kind, [0], [0])
         job = sim.submit(kind, range(750), range(750))
         run_until(driver, job.query)  # nobody waits for it

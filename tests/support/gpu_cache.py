@@ -93,7 +93,12 @@ class GpuCache:
     """
 
     def __init__(
-        self, blocks: int = 4, row: int = ROW, layers: int = 1, device: str = "cuda:0"
+        self,
+        blocks: int = 4,
+        row: int = ROW,
+        layers: int = 1,
+        device: str = "cuda:0",
+        copy_method: str = "auto",
     ) -> None:
         with torch.cuda.device(device):
             cycles_per_ms()
@@ -105,7 +110,8 @@ class GpuCache:
             self.seen = torch.zeros_like(self.cache)
             self.layout = PagedLayout(self.layers)
             self.host = HostPool(self.layout, num_pages=blocks)
-            self.handler = OffloadHandler(self.layout, self.host)
+            self._copy_method = copy_method
+            self.handler = self.another_handler()
             self.side = torch.cuda.Stream(device)
             self.consumer = torch.cuda.Stream(device)
             self._holds: list[Hold] = []
@@ -166,7 +172,7 @@ class GpuCache:
 
     def another_handler(self) -> OffloadHandler:
         """A second handler for the same cache and pool, as a control: handlers do not order each other."""
-        return OffloadHandler(self.layout, self.host)
+        return OffloadHandler(self.layout, self.host, copy_method=self._copy_method)
 
     def __enter__(self) -> GpuCache:
         return self

@@ -76,7 +76,7 @@ class SimulatedCache:
         pages: int = 16,
         per_page: int = 1,
         layers: int = 1,
-        submit_thread: bool = False,
+        **options: Any,
     ) -> None:
         torch.set_num_threads(1)  # or threads() would have those of PyTorch
         self.driver = driver
@@ -90,7 +90,7 @@ class SimulatedCache:
         self._moves: list[tuple[int, str, list[int], list[int]]] = []
         self._holds: list[int] = []
         self._events: dict[str, int] = {}
-        self.handler = OffloadHandler(self.layout, self.host, submit_thread=submit_thread)
+        self.handler = OffloadHandler(self.layout, self.host, **options)
         driver.log()
 
     # Bytes.

@@ -34,19 +34,16 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def make_handler(
-    device: str = "cpu", num_pages: int = 4, blocks_per_page: int = 1
+    device: str = "cpu", num_pages: int = 4, blocks_per_page: int = 1, copy_method: str = "auto"
 ) -> OffloadHandler:
     cache = torch.arange(8 * 6, dtype=torch.int16, device=device).view(8, 6)
     layout = PagedLayout([cache])
-    return OffloadHandler(layout, HostPool(layout, num_pages, blocks_per_page))
+    pool = HostPool(layout, num_pages, blocks_per_page)
+    return OffloadHandler(layout, pool, copy_method=copy_method)
 
 
-def test_jobs_and_results_describe_the_transfer(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device != "cpu":
-        monkeypatch.setenv("KVSWAP_COPY_METHOD", "batch")
-    handler = make_handler(device)
+def test_jobs_and_results_describe_the_transfer(device: str) -> None:
+    handler = make_handler(device, copy_method="auto" if device == "cpu" else "batch")
     store, load = (
         handler.store(gpu_block_ids=[1, 2], page_ids=[0, 1]),
         handler.load(page_ids=[2], gpu_block_ids=[7]),

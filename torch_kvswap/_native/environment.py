@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from torch_kvswap._native.log import log
 
 _PREFIX = "KVSWAP_"
-_SWITCHES = ("CHECK_ADDRESSES", "LATE_CPU")
-_LIBRARY = (*_SWITCHES, "COPY_METHOD")
+_LIBRARY = ("CHECK_ADDRESSES", "LATE_CPU")  # switches
 _BUILD = ("CUDA", "TORCH_INDEX", "WERROR")
 _TESTS = ("FUZZ_", "REPORTS", "REQUIRE_GPU", "SUITES", "TEST_")  # and longer ones
 
@@ -21,7 +20,7 @@ def warn_of_wrong() -> None:
     """
     for name, value in sorted(os.environ.items()):
         rest = name.removeprefix(_PREFIX)
-        if rest != name and rest in _SWITCHES and value not in ("", "0", "1"):
+        if rest != name and rest in _LIBRARY and value not in ("", "0", "1"):
             log.warning("%s is %r; it must be 0 or 1", name, value)
         if rest == name or rest in _LIBRARY + _BUILD or rest.startswith(_TESTS):
             continue

@@ -21,7 +21,7 @@ from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.keep_alive import keep_alive
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, copy_method_options
+from torch_kvswap.copy_method import AUTO, DEFAULT_STAGING_BYTES, copy_method_options
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.exchange import join_ranks, read_exchange
@@ -181,11 +181,10 @@ class OffloadHandler(NotCopyable):
         gpu (PagedLayout | Sequence[PagedLayout]): the cache.
         host (HostPool | Sequence[HostPool]): the host pages: one pool per layout, made for equal
             blocks.
-        copy_method (str | None): "auto" chooses a method for each transfer by its size and layout.
+        copy_method (str): "auto" chooses a method for each transfer by its size and layout.
             "copy_engines" chooses among the methods without kernels: see docs/copy_methods.md.
             "strided", "batch", "staged" and "kernel" force a method that the device must have; a
-            cache on the CPU has none of them. None reads KVSWAP_COPY_METHOD, which defaults to
-            "auto".
+            cache on the CPU has none of them.
         staging_bytes (int): device memory for staged copies, half for stores and half for loads;
             256 MiB by default. Allocated at construction if any transfer could be staged, and freed
             by close().
@@ -213,7 +212,7 @@ class OffloadHandler(NotCopyable):
         gpu: PagedLayout | Sequence[PagedLayout],
         host: HostPool | Sequence[HostPool],
         *,
-        copy_method: str | None = None,
+        copy_method: str = AUTO,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
         relays: Sequence[int] = (),
@@ -225,7 +224,7 @@ class OffloadHandler(NotCopyable):
     def _open(
         self,
         groups: Groups,
-        copy_method: str | None,
+        copy_method: str,
         staging_bytes: int,
         submit_thread: bool = False,
         assigns_pages: bool = False,

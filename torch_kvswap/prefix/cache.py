@@ -21,7 +21,7 @@ from torch_kvswap._native.log import log
 from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.read_store import read_store, without_store
 from torch_kvswap.below.store import PageStore
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
+from torch_kvswap.copy_method import AUTO, DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import EncodingName, VerifyName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import check_layout
@@ -148,7 +148,7 @@ class PrefixCache(NotCopyable):
         groups: Sequence[BlockGroup] | None = None,
         *,
         eviction_policy: str = "lru",
-        copy_method: str | None = None,
+        copy_method: str = AUTO,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         relays: Sequence[int] = (),
         below: str | os.PathLike[str] | PageStore | None = None,
@@ -187,7 +187,7 @@ class PrefixCache(NotCopyable):
         of_handler: Groups,
         is_list: bool,
         of_layers: Sequence[BlockGroup],
-        copy_method: str | None,
+        copy_method: str,
         staging_bytes: int,
         relays: Sequence[int],
     ) -> None:
@@ -212,7 +212,7 @@ class PrefixCache(NotCopyable):
         blocks_per_page: int = 1,
         encoding: EncodingName = "raw",
         verify: VerifyName = "off",
-        copy_method: str | None = None,
+        copy_method: str = AUTO,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         relays: Sequence[int] = (),
     ) -> PrefixCache:

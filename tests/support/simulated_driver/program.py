@@ -20,11 +20,18 @@ from simulated_driver.libraries import build
 
 def environment(**more: str) -> dict[str, str]:
     """The environment of a process with the simulated driver, which can import the test support and
-    the package. Kernels are used only where a test asks for them."""
+    the package."""
     support, root = Path(__file__).parents[1], Path(__file__).parents[3]
-    more = {"KVSWAP_COPY_METHOD": "copy_engines", **more}
     path = os.pathsep.join([str(support), str(root), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "SIMULATED_DRIVER": str(build()), **more}
+
+
+def use_copy_engines() -> None:
+    """Lets handlers of this process use kernels only if a test passes copy_method."""
+    from torch_kvswap import OffloadHandler, PrefixCache
+
+    for call in (OffloadHandler.__init__, PrefixCache.__init__, PrefixCache.connect):
+        call.__kwdefaults__["copy_method"] = "copy_engines"
 
 
 @functools.cache
@@ -49,6 +56,7 @@ def run(body: Callable[[Driver], None], ends_as_usual: bool = False, **more: str
     source = textwrap.dedent(inspect.getsource(body))
     folder = str(Path(inspect.getfile(body)).parent)
     program = f"import sys\nsys.path.insert(0, {folder!r})\nfrom torch_kvswap import ops\n"
+    program += "from simulated_driver.program import use_copy_engines\nuse_copy_engines()\n"
     program += f"{source}\n{body.__name__}(driver)"
     variables = environment(**more)
     server = fork_server(variables.get("LD_PRELOAD", ""))

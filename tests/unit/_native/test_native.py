@@ -59,7 +59,7 @@ def test_the_import_warns_of_wrong_variables(monkeypatch):
         "the environment has KVSWAP_CHECK_ADRESS, which torch_kvswap does not read; did you mean "
         "KVSWAP_CHECK_ADDRESSES?",
         "the environment has KVSWAP_HOST_BYTE, which torch_kvswap does not read; it reads "
-        "KVSWAP_CHECK_ADDRESSES, KVSWAP_COPY_METHOD, KVSWAP_LATE_CPU",
+        "KVSWAP_CHECK_ADDRESSES, KVSWAP_LATE_CPU",
         "KVSWAP_LATE_CPU is '2'; it must be 0 or 1",
     ]
 

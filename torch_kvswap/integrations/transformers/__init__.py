@@ -16,7 +16,7 @@ import functools
 import re
 from typing import Any
 
-from torch_kvswap.copy_method import COPY_ENGINES, DEFAULT_STAGING_BYTES, copy_method_options
+from torch_kvswap.copy_method import AUTO, COPY_ENGINES, DEFAULT_STAGING_BYTES, copy_method_options
 from torch_kvswap.encoding.slot import (
     RAW,
     EncodingName,
@@ -63,7 +63,7 @@ class Enabled:
 
 def enable(
     *,
-    copy_method: str | None = None,
+    copy_method: str = AUTO,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     encoding: EncodingName = "raw",
     verify: VerifyName = "off",
@@ -75,7 +75,7 @@ def enable(
     stays as it is.
 
     Args:
-        copy_method (str | None): see OffloadHandler. With "copy_engines", copies slow down
+        copy_method (str): see OffloadHandler. With "copy_engines", copies slow down
             running kernels less, but delay kernel launches more.
         staging_bytes (int): GPU memory for staged copies; see OffloadHandler.
         encoding (str): see HostPool. With "lossless", `cpu_offload_space` holds more

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
+from torch_kvswap.copy_method import AUTO, DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import EncodingName, VerifyName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -35,7 +35,7 @@ class SwapOptions:
         encoding, verify: see HostPool.
     """
 
-    copy_method: str | None = None
+    copy_method: str = AUTO
     staging_bytes: int = DEFAULT_STAGING_BYTES
     encoding: EncodingName = "raw"
     verify: VerifyName = "off"

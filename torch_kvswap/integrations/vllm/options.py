@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_kvswap._native.arguments import one_of
 from torch_kvswap._native.rendezvous import check_path
-from torch_kvswap.copy_method import CHOICES, DEFAULT_STAGING_BYTES
+from torch_kvswap.copy_method import AUTO, CHOICES, DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import (
     ENCODINGS,
     VERIFY,
@@ -58,7 +58,7 @@ class SpecOptions:
     cpu_bytes_to_use: int = 0
     eviction_policy: str = "lru"
     store_threshold: int = 1
-    copy_method: str | None = None
+    copy_method: str = AUTO
     staging_bytes: int = DEFAULT_STAGING_BYTES
     encoding: EncodingName = "raw"
     verify: VerifyName = "off"
