@@ -239,7 +239,7 @@ class BelowServer(Server):
         ready = [
             key
             for prompt in self.prompts
-            for key in prompt[: self.prefixes._manager.lookup([self.named(prompt)]).ready]
+            for key in prompt[: self.prefixes._manager.lookup([list(map(self.key, prompt))]).ready]
         ]
         spoiled = self.store_below.spoiled
         return {key for key in ready if self.key(key).hex() not in spoiled} - set(
