@@ -146,7 +146,7 @@ def test_control_late_answers_write_into_others_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def end_task(tier: Tier, ask: Any) -> None:
-        if not ask.is_over:
+        if not ask.is_abandoned:
             whole(tier, ask)
 
     whole = Tier._end_task

@@ -395,7 +395,7 @@ class KVSwapConnector(OffloadingConnector):
         if config.extra_config.get("secondary_tiers"):
             spec = KVSwapTieringSpec(config)
         else:
-            has_server = "host_server" in config.extra_config
+            has_server = config.extra_config.get("host_server") is not None
             engine = describe_engine(vllm_config) if has_server else None
             spec = KVSwapOffloadingSpec(config, engine)
         self.connector_scheduler: Any = None
