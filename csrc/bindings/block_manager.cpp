@@ -196,7 +196,7 @@ class PyBlockManager {
   nb::object lookup(nb::handle keys, nb::handle again, nb::handle hold) {
     const bool is_again = read_switch("again", again), holds = read_switch("hold", hold);
     const ReadKeys read = read_keys(keys);
-    nb::object lease = holds ? nb::cast(reservation(prefix::Outcome::kDone)) : nb::none();
+    nb::object lease = holds ? nb::cast(new_lease()) : nb::none();
     auto* leased = holds ? nb::inst_ptr<Reservation>(lease) : nullptr;
     prefix::ReservedPages* pages = holds ? leased->pages_of_job.get() : nullptr;
     const prefix::Lookup of = locked(
@@ -337,12 +337,15 @@ class PyBlockManager {
     made.may_be_dropped = may_be_dropped_;
     return made;
   }
+  Reservation new_lease() const {  // for which nothing is copied
+    return Reservation(manager_.ended_pages(), prefix::Outcome::kDone);
+  }
   std::optional<Reservation> reserve(nb::handle keys, bool leases,
                                      std::optional<uint64_t> promoted_after) {
     const ReadKeys read = read_keys(keys);
     Reservation made = reservation(prefix::Outcome::kFailed);
     made.fills = true;
-    if (leases) made.lease = nb::cast(reservation(prefix::Outcome::kDone));
+    if (leases) made.lease = nb::cast(new_lease());
     auto* lease = leases ? nb::inst_ptr<Reservation>(made.lease) : nullptr;
     prefix::ReservedPages* leased = leases ? lease->pages_of_job.get() : nullptr;
     const bool has_room = locked(manager_, read.size(), [&] {
@@ -441,7 +444,7 @@ void bind_block_manager(nb::module_& module) {
       .def(nb::init<>())
       .def("take", &PyEndedPages::take, "to"_a);
   nb::class_<Reservation>(module, "Reservation",
-                          R"(Pages that are held for a copy, until complete() or fail() is called.
+                          R"(Pages that are held, for a copy until complete() or fail() is called.
 
 With several groups, key_indices and pages are lists with one entry per group.
 
@@ -451,8 +454,8 @@ Attributes:
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages.
     evicted (list[int]): the pages whose blocks were evicted for it, in the order of eviction.
-    lease (Reservation | None): of prepare_store(hold=True): holds the blocks of all keys. To end
-        the hold, pass it to complete().)")
+    lease (Reservation | None): of prepare_store(hold=True): holds the blocks of all keys until its
+        let_go(), or until it is dropped.)")
       .def(
           "__init__",
           [](Reservation* self, int64_t id, const PyEndedPages& ended, bool is_load) {
@@ -510,8 +513,7 @@ not count as a use for eviction; touch() and prepare_load() do.
 Args:
     keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
     again (bool): repeats an earlier lookup; not counted for store_threshold or stats().
-    hold (bool): the `lease` holds the blocks that the prefix `ready` needs, without a use.
-        complete(lease) ends the hold.)")
+    hold (bool): the `lease` holds the blocks that the prefix `ready` needs, without a use.)")
       .def("prepare_load", &PyBlockManager::hold<true>, "keys"_a.none(),
            nb::sig("def prepare_load(self, keys: " KEYS ") -> Reservation | None"),
            R"(Holds the pages of ready blocks for a load.
@@ -534,7 +536,7 @@ evicted.
 Args:
     keys: keys of a prompt's blocks, in order.
     hold (bool): store_threshold does not count, and the `lease` of the reservation holds the
-        blocks of all keys, also after the store. complete(reservation.lease) ends the hold.
+        blocks of all keys, also after the store.
 
 Returns:
     Reservation | None: None, with nothing changed, if there is not enough room. Its `evicted`

@@ -16,7 +16,7 @@ struct Reservation {
   int64_t id = 0;              // 0: nothing is reserved
   bool fills = false;          // the copy writes the pages
   bool has_groups = false;     // Python gets a list with an array for each group
-  bool may_be_dropped = true;  // else its copy may still run then
+  bool may_be_dropped = true;  // false: when it is dropped, its copy may still run
   prefix::Assigned assigned = {};
   nb::object lease = nb::none();
   // A job of a prefix cache takes them.

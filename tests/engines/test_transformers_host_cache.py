@@ -169,6 +169,20 @@ def test_what_is_refused_changes_no_layer(name: str) -> None:
         assert torch.equal(logits(net, cache, 80), logits(net, want, 80))
 
 
+def test_a_second_turn_computes_new_tokens_only() -> None:
+    net = model("window first")
+    prompt = torch.arange(300).view(2, 150) % 299 + 1
+    caches = (transformers.DynamicCache(config=net.config), HostCache(net.config, max_tokens=400))
+    turns = []
+    for cache in caches:
+        first = net.generate(prompt, cache=cache, do_sample=False, max_new_tokens=5)
+        longer = torch.cat([first, prompt[:, :20]], 1)
+        settings = {"do_sample": False, "max_new_tokens": 5, "prefill_chunk_size": 64}
+        turns.append(net.generate(longer, cache=cache, **settings))
+        assert cache.get_seq_length() == 179
+    assert torch.equal(*turns)
+
+
 @pytest.mark.parametrize("weight", ["k_proj", "v_proj"])
 def test_gradients_of_keys_and_values_are_refused(weight: str) -> None:
     net = model().requires_grad_(False)

@@ -38,13 +38,12 @@ _log = logging.getLogger(__name__)
 _OPTIONS = ("host_bytes", "encoding", "verify", "below", "server")
 # Engines share pages if they were started with equal options. Left out are options that engines of
 # one machine cannot have equal, secrets, what is described elsewhere, schedules and logs.
-_LEFT_OUT_GROUPS = ("device", "observability", "parallel", "schedule")  # of SGLang's options
+_LEFT_OUT_GROUPS = ("device", "disagg", "observability", "parallel", "schedule")  # of SGLang's
 _LEFT_OUT = (
-    # Addresses and devices.
+    # Addresses, devices, and which engine has the weights that others map.
     "host port grpc_port fastapi_root_path sidecar_args engine_info_bootstrap_port "
-    "encoder_bootstrap_port disaggregation_bootstrap_port disaggregation_ib_device "
-    "mooncake_ib_device weight_cache_socket decoupled_spec_rank decoupled_spec_bind_endpoint "
-    "decoupled_spec_connect_endpoints remote_instance_weight_loader_seed_instance_ip "
+    "mooncake_ib_device weight_cache_mode weight_cache_socket "
+    "remote_instance_weight_loader_seed_instance_ip "
     "remote_instance_weight_loader_seed_instance_service_port "
     "remote_instance_weight_loader_send_weights_group_ports "
     # Secrets, and a dictionary that may have some.

@@ -52,7 +52,7 @@ class Stored(NamedTuple):
             stored.
         job (Job | None): the copy, if the state is "storing".
         lease (Reservation | None): with hold=True, unless the state is "full": keeps the blocks of
-            all keys on the host until its let_go(), or until it is dropped.
+            all keys without a -1 on the host until its let_go(), or until it is dropped.
     """
 
     state: Literal["storing", "present", "full"]

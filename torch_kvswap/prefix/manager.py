@@ -41,13 +41,11 @@ class Lookup(NamedTuple):
         pending (int): blocks of the keys, in all groups, that are still being stored, or read from
             a second tier, including blocks after `found`. With full attention, keys after the first
             missing one do not count. If it is not 0, a later lookup may find more. If it is 0 and
-            load() or prepare_load() has returned None, blocks are missing, and no job is storing
-            them.
+            load() or prepare_load() has returned None, a block is missing that no job is storing.
         asking (int): keys after `found` that the second tier of a PrefixCache is being asked for.
             If it is not 0, a lookup after a later poll() may find more.
         lease (Reservation | None): with hold=True, unless nothing is ready: keeps the blocks that
-            the prefix `ready` needs on the host until its let_go(). One of a PrefixCache also ends
-            when it is dropped.
+            the prefix `ready` needs on the host until its let_go(), or until it is dropped.
     """
 
     found: int
@@ -106,7 +104,7 @@ class BlockStats:
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
         filling_pages (int): pages being stored, or lent for stores. The rest, neither free nor
-            idle, is held by loads, by preempted requests, or by writes to a second tier.
+            idle, is held by loads, by leases, or by writes to a second tier.
         promoted (int): blocks that were read from a second tier.
         lost (int): blocks that were evicted before they were written to a second tier.
     """
@@ -133,7 +131,8 @@ class BlockManager(NotCopyable, native.BlockManager):
 
     A caller that copies blocks reserves pages first (prepare_load(), prepare_store()), and reports
     the end of the copy with complete() or fail(). Until then nobody else gets these pages. Every
-    reservation must be ended after its copy, even after reset(): see may_be_dropped.
+    reservation must be ended after its copy, even after reset(); may_be_dropped says what happens
+    to one that is dropped before.
 
     A key stands for the contents of a block, and the caller guarantees that they match. The keys of
     a prompt come from a PrefixHasher; or are a list of None, bool, int, float, str, bytes and

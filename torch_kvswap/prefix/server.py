@@ -171,7 +171,9 @@ class _Pages:
             self.pools = [make() for make in makes]
         except NoRoomError as error:
             if any(cache["num_pages"]):  # the engine can ask for fewer
-                raise
+                raise ValueError(
+                    f"{error.problem}; ask for fewer pages, or {error.otherwise}"
+                ) from error
             raise _too_much(memory, error) from error
         below = None if store is None else below_policy
         self.manager = BlockManager(groups, below_policy=below, may_be_dropped=True)

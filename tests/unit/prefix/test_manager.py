@@ -284,6 +284,17 @@ def test_a_dropped_reservation_loses_its_pages():
     assert manager.prepare_store(["c", "d", "e"]) is None
 
 
+def test_a_dropped_lease_ends_its_hold():
+    manager = BlockManager(2)
+    stored(manager, ["a", "b"])
+    found = manager.lookup(["a", "b"], hold=True)
+    held = manager.prepare_store(["a"], hold=True)
+    assert manager.prepare_store(["c", "d"]) is None
+    del found, held
+    assert manager.prepare_store(["c", "d"]) is not None
+
+
+@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="sanitizers keep freed memory")
 def test_a_reservation_may_outlive_its_manager():
     run_script("""
     import resource

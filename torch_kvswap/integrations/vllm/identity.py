@@ -33,7 +33,8 @@ _LEFT_OUT = (  # fields of vLLM's configuration
     "hf_overrides quant_config target_model_config target_parallel_config draft_parallel_config "
     "draft_tensor_parallel_size "
     # Schedules and logs.
-    "scheduler_config observability_config logging_config profiler_config watchdog_config"
+    "scheduler_config observability_config logging_config profiler_config watchdog_config "
+    "enforce_eager"
 )
 # How names of environment variables end that are addresses, ranks, cores or names.
 _OF_ONE_ENGINE = ("_HOST", "_IP", "_PORT", "_RANK", "_RANK_LOCAL", "_BIND", "_PREFIX")
