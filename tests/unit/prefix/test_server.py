@@ -634,8 +634,8 @@ def test_the_pages_of_all_groups_must_have_room(
     groups = [BlockGroup(60), BlockGroup(60)]
     monkeypatch.setattr(system, "ROOT", tmp_path)
     with serving(path, 2**10):
-        text = error_text(PrefixCache.connect, path, layouts, groups, model="m")
-        assert "the pages need 122880 bytes of host memory" in text.replace("\n", " ")
+        text = error_text(PrefixCache.connect, path, layouts, groups, model="m").replace("\n", " ")
+        assert "the pages need 122880 bytes of host memory" in text
         assert "ask for fewer pages, or end what uses the memory" in text
         groups = [BlockGroup(50), BlockGroup(50)]
         PrefixCache.connect(path, layouts, groups, model="m").close()
