@@ -257,6 +257,7 @@ def test_a_step_loads_what_its_lookups_found(
     engine.serve(PROMPT)
     engine.forget_gpu()
     cache = engine.linker.cache
+    cache._below._absent.clear()  # as if some time had passed: the tier has `other` by now
     lookup = cache.lookup
     cache.lookup = lambda keys, again=False, hold=True: lookup(keys, again=again, hold=holds)
     requests = [engine.admit(PROMPT), engine.admit(other)]
