@@ -345,11 +345,11 @@ def _describe_part(server_args: Any, params: Any) -> tuple[str, int, int]:
 def _describe_model(server_args: Any) -> str:
     """The model, with the options that count and are not SGLang's defaults, as they were given."""
     kind = type(server_args)
-    groups, default = namespace_of(kind), kind(model_path="")
+    groups, default, left_out = namespace_of(kind), kind(model_path=""), _LEFT_OUT.split()
     text = f"sglang {importlib.metadata.version('sglang')}"
     for name in (field.name for field in record_fields(kind)):
         value = getattr(server_args, name)
-        is_out = name in _LEFT_OUT.split() or groups.get(name) in _LEFT_OUT_GROUPS
+        is_out = name in left_out or groups.get(name) in _LEFT_OUT_GROUPS
         # SGLang has forward_hooks, which change what layers compute, in observability.
         if value == getattr(default, name) or (is_out and name != "forward_hooks"):
             continue

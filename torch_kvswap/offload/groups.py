@@ -73,15 +73,8 @@ class Groups:
         gpu: PagedLayout | Sequence[PagedLayout],
         host: HostPool | Sequence[HostPool],
     ) -> None:
-        _check_no_tensors(gpu)
         self.is_list = isinstance(gpu, Sequence)
-        if self.is_list != isinstance(host, Sequence):
-            raise TypeError(
-                f"gpu is {_describe(gpu)}, host is {_describe(host)}; pass one of each, or a list "
-                "of each"
-            )
-        self.layouts = tuple(gpu) if isinstance(gpu, Sequence) else (gpu,)
-        self.pools = tuple(host) if isinstance(host, Sequence) else (host,)
+        self.layouts, self.pools = in_tuples(gpu, host)
         _check_match(self.layouts, self.pools)
         for pool in self.pools:
             pool._memory.check_open()
@@ -176,6 +169,21 @@ class Groups:
             tensors = count_of(self.num_layers, "tensor")
             raise ValueError(f"the cache had {tensors}, the new one has {groups.num_layers}")
         return groups
+
+
+def in_tuples(
+    gpu: PagedLayout | Sequence[PagedLayout], host: HostPool | Sequence[HostPool]
+) -> tuple[tuple[PagedLayout, ...], tuple[HostPool, ...]]:
+    """The layouts and the pools. Raises TypeError for tensors, or if only one side is a list."""
+    _check_no_tensors(gpu)
+    if isinstance(gpu, Sequence) and isinstance(host, Sequence):
+        return tuple(gpu), tuple(host)
+    if isinstance(gpu, Sequence) or isinstance(host, Sequence):
+        raise TypeError(
+            f"gpu is {_describe(gpu)}, host is {_describe(host)}; pass one of each, or a list of "
+            "each"
+        )
+    return (gpu,), (host,)
 
 
 def names_of(layouts: Sequence[object]) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from torch_kvswap.encoding.slot import EncodingName, VerifyName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import check_layout
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.offload.groups import Groups
+from torch_kvswap.offload.groups import Groups, in_tuples
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
@@ -156,8 +156,8 @@ class PrefixCache(NotCopyable):
         below_policy: BelowPolicy = "reused",
     ) -> None:
         # Everything else is refused before the handler takes staging memory.
-        passed = Groups(gpu, host)
-        is_list, pools = passed.is_list, passed.pools
+        of_handler = Groups(*in_tuples(gpu, host))
+        is_list, pools = isinstance(gpu, Sequence), of_handler.pools
         of_layers = read_layer_groups(groups, [pool.num_pages for pool in pools], is_list)
         _check_distinct_pools(pools)
         formats: list[PageFormat] = []
@@ -177,7 +177,6 @@ class PrefixCache(NotCopyable):
             may_be_dropped=True,
         )
         self._are_ready = ready == [pool.num_pages for pool in pools]
-        of_handler = Groups(passed.layouts, pools)  # in lists, as the reader makes them
         self._open(of_handler, is_list, of_layers, copy_method, staging_bytes, relays)
         if below is not None:
             self._open_below(below, open_store, formats, self._manager)
@@ -386,9 +385,8 @@ class PrefixCache(NotCopyable):
             gpu_block_ids: the blocks of all keys, each once. Pass -1 for a block that is not on the
                 GPU: a load with `prefix` left it out, or it has left a window. A key with a -1 is
                 not stored.
-            hold (bool): the host keeps the blocks of all keys without a -1 as long as `lease`
-                lives, also those that it has already, or that an earlier call or a second tier is
-                bringing. For a preempted request.
+            hold (bool): for a preempted request. The host keeps the blocks of all keys without a -1
+                as long as `lease` lives: new ones, stored ones, and those on their way there.
             after, tag: see OffloadHandler.store().
 
         Returns:

@@ -125,7 +125,7 @@ def test_after_is_checked_without_a_copy():
     ]
 
 
-def test_a_preemption_that_cannot_be_submitted_holds_nothing():
+def test_a_store_that_cannot_be_submitted_holds_nothing():
     prefixes, tensor = make()
     with prefixes:
         prefixes.store(["a"], [1])
